@@ -1,0 +1,192 @@
+"""Where every byte of the device pool and of the host pool lies. Plain integers and tuples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from vllm_hisparse.planning.geometry import Geometry
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The model's layers placed in blocks; independent of the pools' sizes. Carried by the resident specs."""
+
+    geometry: Geometry
+    layers: tuple[str, ...]  # layers with KV rows, in model order
+    index_groups: tuple[tuple[str, ...], ...]  # leader first; consecutive in `layers`
+    indexer_layers: tuple[str, ...]  # layers with indexer keys
+
+    @property
+    def page_tokens(self) -> int:
+        return self.geometry.shape.page_tokens
+
+    @property
+    def row_bytes(self) -> int:
+        return self.geometry.shape.row_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """One page of one layer."""
+        return self.geometry.shape.page_bytes
+
+    @property
+    def block_stride_bytes(self) -> int:
+        return self.geometry.block_stride_bytes
+
+    @property
+    def block_stride_rows(self) -> int:
+        return self.geometry.block_stride_rows
+
+    @property
+    def num_parts(self) -> int:
+        return self.geometry.num_parts
+
+    @property
+    def indexer_pages(self) -> int:
+        """Pages of one indexer block."""
+        return self.geometry.indexer_pages
+
+    @property
+    def indexer_stride_bytes(self) -> int:
+        """Bytes between consecutive indexer pages of a layer (page id = block id * indexer_pages + index in block)."""
+        return self.geometry.indexer_stride_bytes
+
+    @cached_property
+    def parts(self) -> tuple[tuple[str, ...], ...]:
+        """Layer names of each part; a page of a request is one device block of each part."""
+        ends = [sum(self.geometry.part_layers[: part + 1]) for part in range(self.num_parts)]
+        return tuple(
+            self.layers[end - size : end] for end, size in zip(ends, self.geometry.part_layers, strict=True)
+        )
+
+    @cached_property
+    def layer_part(self) -> tuple[int, ...]:
+        """Part of each layer, aligned with `layers`."""
+        return tuple(part for part, size in enumerate(self.geometry.part_layers) for _ in range(size))
+
+    @cached_property
+    def layer_offset(self) -> tuple[int, ...]:
+        """Byte offset of each layer's page inside its block, aligned with `layers`."""
+        return tuple(index * self.page_bytes for size in self.geometry.part_layers for index in range(size))
+
+    @cached_property
+    def layer_group(self) -> tuple[int, ...]:
+        """Index group of each layer, aligned with `layers`."""
+        return tuple(group for group, names in enumerate(self.index_groups) for _ in names)
+
+    @cached_property
+    def indexer_offset(self) -> tuple[int, ...]:
+        """Byte offset of each indexer layer's first page inside a block, aligned with `indexer_layers`."""
+        return tuple(index * self.geometry.shape.indexer_page_bytes for index in range(len(self.indexer_layers)))
+
+    @cached_property
+    def group_parts(self) -> tuple[tuple[int, ...], ...]:
+        """Parts that each index group's layers lie in, ascending."""
+        return tuple(
+            tuple(sorted({self.layer_part[self.layer_index[name]] for name in names})) for names in self.index_groups
+        )
+
+    @cached_property
+    def layer_index(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.layers)}
+
+
+@dataclass(frozen=True)
+class Layout(LayerPlan):
+    """A plan with the pools' sizes: everything a worker needs to lay out memory, equal on scheduler and workers."""
+
+    num_device_blocks: int
+    num_host_blocks: int
+    max_requests: int
+    max_positions: int  # longest request in tokens
+    num_regions: int  # hot regions that can exist at a time
+    start_hot_blocks: int  # blocks a part of a region when it is granted
+    max_hot_blocks: int  # blocks a part of a region at its cap
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest request."""
+        return -(-self.max_positions // self.page_tokens)
+
+    @property
+    def max_hot_rows(self) -> int:
+        """Slots of a region at its cap."""
+        return self.max_hot_blocks * self.page_tokens
+
+    @property
+    def device_pool_bytes(self) -> int:
+        return self.num_device_blocks * self.block_stride_bytes
+
+    @property
+    def device_slack_bytes(self) -> int:
+        """Bytes to allocate behind the pool. A layer's view is whole pages from the layer's offset on; the last block's
+        page may end between two of them, so the view reaches past the pool by less than one page."""
+        return self.page_bytes
+
+    @property
+    def host_block_bytes(self) -> int:
+        """One page of all layers."""
+        return len(self.layers) * self.page_bytes
+
+    @property
+    def host_pool_bytes(self) -> int:
+        return self.num_host_blocks * self.host_block_bytes
+
+    @property
+    def num_host_rows(self) -> int:
+        return self.num_host_blocks * self.page_tokens
+
+    @cached_property
+    def group_row_bytes(self) -> tuple[int, ...]:
+        """Bytes of one token's rows of all layers of an index group, side by side in the host pool."""
+        return tuple(len(names) * self.row_bytes for names in self.index_groups)
+
+    @cached_property
+    def group_host_offset(self) -> tuple[int, ...]:
+        """Start of each index group's region [num_host_rows, group_row_bytes] in the host pool."""
+        return tuple(
+            self.num_host_rows * sum(self.group_row_bytes[:group]) for group in range(len(self.index_groups))
+        )
+
+    @cached_property
+    def host_offset(self) -> tuple[int, ...]:
+        """Byte offset of each layer's first row in the host pool, aligned with `layers`."""
+        return tuple(
+            start + index * self.row_bytes
+            for start, names in zip(self.group_host_offset, self.index_groups, strict=True)
+            for index in range(len(names))
+        )
+
+    @cached_property
+    def host_row_stride(self) -> tuple[int, ...]:
+        """Bytes between consecutive tokens of a layer in the host pool, aligned with `layers`."""
+        return tuple(self.group_row_bytes[group] for group in self.layer_group)
+
+
+def layout_from(vllm_config: Any, kv_cache_config: Any) -> Layout:
+    """The layout of `kv_cache_config`, whether the scheduler's or a worker's; both give the same."""
+    from vllm_hisparse.planning.bounds import request_blocks
+    from vllm_hisparse.planning.specs import ResidentSpec
+
+    plan = next(
+        group.kv_cache_spec.plan
+        for group in kv_cache_config.kv_cache_groups
+        if isinstance(group.kv_cache_spec, ResidentSpec)
+    )
+    need = request_blocks(vllm_config, plan)
+    num_device_blocks = int(kv_cache_config.num_blocks)
+    return Layout(
+        geometry=plan.geometry,
+        layers=plan.layers,
+        index_groups=plan.index_groups,
+        indexer_layers=plan.indexer_layers,
+        num_device_blocks=num_device_blocks,
+        num_host_blocks=int(kv_cache_config.hisparse_host_num_blocks),
+        max_requests=int(vllm_config.scheduler_config.max_num_seqs),
+        max_positions=int(vllm_config.model_config.max_model_len),
+        num_regions=need.num_regions(num_device_blocks, int(vllm_config.scheduler_config.max_num_seqs)),
+        start_hot_blocks=need.start_hot_blocks,
+        max_hot_blocks=need.max_hot_blocks,
+    )
