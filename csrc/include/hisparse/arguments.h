@@ -1,0 +1,180 @@
+// torch tensors -> params structs, for both bindings. Checks dtype, rank, density and the extents that the kernels rely
+// on; never reads a tensor's data. Only the stable ABI is used. The Python wrappers check the same with more words;
+// these checks keep a direct call through torch.ops from reaching memory that is not there.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "hisparse/params.h"
+
+namespace hisparse {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <typename T>
+inline constexpr ScalarType kDtype = ScalarType::Undefined;
+template <>
+inline constexpr ScalarType kDtype<uint8_t> = ScalarType::Byte;
+template <>
+inline constexpr ScalarType kDtype<int16_t> = ScalarType::Short;
+template <>
+inline constexpr ScalarType kDtype<int32_t> = ScalarType::Int;
+template <>
+inline constexpr ScalarType kDtype<int64_t> = ScalarType::Long;
+
+// Pointer to a dense tensor of the given type and rank.
+template <typename T>
+T* data(const Tensor& tensor, int64_t rank, const char* name) {
+  STD_TORCH_CHECK(tensor.scalar_type() == kDtype<T>, name, ": got dtype ",
+                  torch::headeronly::toString(tensor.scalar_type()), "; need ", torch::headeronly::toString(kDtype<T>));
+  STD_TORCH_CHECK(tensor.dim() == rank, name, ": got ", tensor.dim(), " dimensions; need ", rank);
+  STD_TORCH_CHECK(tensor.is_contiguous(), name, ": got strides; need a contiguous tensor");
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+inline int32_t to_int32(int64_t value, const char* name) {
+  STD_TORCH_CHECK(value >= 0 && value <= std::numeric_limits<int32_t>::max(), name, ": got ", value,
+                  "; need 0 .. 2^31 - 1");
+  return static_cast<int32_t>(value);
+}
+
+inline int32_t extent(const Tensor& tensor, int64_t dim, const char* name) { return to_int32(tensor.size(dim), name); }
+
+inline int32_t positive(int64_t value, const char* name) {
+  STD_TORCH_CHECK(value > 0, name, ": got ", value, "; need a positive number");
+  return to_int32(value, name);
+}
+
+inline void need(bool condition, const char* what) {
+  STD_TORCH_CHECK(condition, "got shapes that do not fit; need ", what);
+}
+
+struct ResolveTensors {
+  const Tensor &topk, &query_start, &rows, &counts;
+  const Tensor &resident, &host, &hot, &hot_rows, &row_request, &hot_region;
+  const Tensor &slot_of, &position_of, &key, &clock;
+  const Tensor &plan_host_row, &plan_slot, &plan_count, &counters;
+};
+
+inline void set_resolve_tables(ResolveParams& params, const ResolveTensors& tensors) {
+  params.resident = data<int32_t>(tensors.resident, 3, "resident");
+  params.host = data<int32_t>(tensors.host, 2, "host");
+  params.hot = data<int32_t>(tensors.hot, 3, "hot");
+  params.hot_rows = data<int32_t>(tensors.hot_rows, 1, "hot_rows");
+  params.row_request = data<int32_t>(tensors.row_request, 1, "row_request");
+  params.hot_region = data<int32_t>(tensors.hot_region, 1, "hot_region");
+  params.max_requests = extent(tensors.resident, 1, "max_requests");
+  params.max_pages = extent(tensors.resident, 2, "max_pages");
+  params.num_regions = extent(tensors.hot, 1, "num_regions");
+  params.max_hot_blocks = extent(tensors.hot, 2, "max_hot_blocks");
+  need(tensors.host.size(0) == params.max_requests && tensors.host.size(1) == params.max_pages,
+       "host [max_requests, max_pages] as in resident");
+  need(tensors.hot.size(0) == tensors.resident.size(0), "as many parts in hot as in resident");
+  need(tensors.hot_rows.size(0) == params.num_regions, "hot_rows [num_regions] as in hot");
+  need(tensors.hot_region.size(0) == params.max_requests, "hot_region [max_requests] as in resident");
+}
+
+inline void set_resolve_state(ResolveParams& params, const ResolveTensors& tensors) {
+  params.slot_of = data<int16_t>(tensors.slot_of, 2, "slot_of");
+  params.position_of = data<int32_t>(tensors.position_of, 2, "position_of");
+  params.key = data<int32_t>(tensors.key, 2, "key");
+  params.clock = data<int32_t>(tensors.clock, 1, "clock");
+  params.max_positions = extent(tensors.slot_of, 1, "max_positions");
+  params.max_slots = extent(tensors.position_of, 1, "max_slots");
+  need(tensors.slot_of.size(0) == params.num_regions, "slot_of [num_regions, ...] as in hot");
+  need(tensors.position_of.size(0) == params.num_regions, "position_of [num_regions, ...] as in hot");
+  need(tensors.key.size(0) == params.num_regions && tensors.key.size(1) == params.max_slots,
+       "key of position_of's shape");
+  need(tensors.clock.size(0) == params.num_regions, "clock [num_regions] as in hot");
+  need(params.max_slots <= kMaxSlots, "max_slots <= 32768, what an int16 slot number can name");
+}
+
+inline void set_resolve_outputs(ResolveParams& params, const ResolveTensors& tensors) {
+  params.topk = data<int32_t>(tensors.topk, 2, "topk");
+  params.query_start = data<int32_t>(tensors.query_start, 1, "query_start");
+  params.rows = data<int32_t>(tensors.rows, 3, "rows");
+  params.counts = data<int32_t>(tensors.counts, 1, "counts");
+  params.plan_host_row = data<int32_t>(tensors.plan_host_row, 2, "plan_host_row");
+  params.plan_slot = data<int32_t>(tensors.plan_slot, 2, "plan_slot");
+  params.plan_count = data<int32_t>(tensors.plan_count, 1, "plan_count");
+  params.counters = data<int64_t>(tensors.counters, 1, "counters");
+  params.num_query_rows = extent(tensors.topk, 0, "T");
+  params.top_k = extent(tensors.topk, 1, "K");
+  need(tensors.query_start.size(0) >= 1, "query_start [R + 1]");
+  params.num_batch_rows = extent(tensors.query_start, 0, "R") - 1;
+  params.plan_capacity = extent(tensors.plan_host_row, 1, "plan_capacity");
+  params.num_plan_rows = extent(tensors.plan_count, 0, "num_plan_rows");
+  need(tensors.rows.size(0) == params.num_parts && tensors.rows.size(1) == params.num_query_rows &&
+           tensors.rows.size(2) == params.top_k,
+       "rows [len(parts), T, K]");
+  need(tensors.counts.size(0) == params.num_query_rows, "counts [T]");
+  need(tensors.row_request.size(0) >= params.num_batch_rows, "row_request [>= R]");
+  need(tensors.plan_host_row.size(0) >= params.num_batch_rows && tensors.plan_slot.size(0) >= params.num_batch_rows &&
+           tensors.plan_count.size(0) >= params.num_batch_rows && tensors.plan_slot.size(1) == params.plan_capacity,
+       "plan_host_row and plan_slot [>= R, capacity], plan_count [>= R]");
+  need(tensors.counters.size(0) == kNumCounters, "counters [8]");
+}
+
+inline ResolveParams make_resolve_params(const ResolveTensors& tensors, const std::vector<int64_t>& parts,
+                                         int64_t block_size, int64_t block_stride_rows, int64_t max_query_rows,
+                                         int64_t policy) {
+  ResolveParams params{};
+  STD_TORCH_CHECK(!parts.empty() && parts.size() <= kMaxParts, "parts: got ", parts.size(), "; need 1 .. ", kMaxParts);
+  params.num_parts = static_cast<int32_t>(parts.size());
+  params.block_size = positive(block_size, "block_size");
+  params.block_stride_rows = positive(block_stride_rows, "block_stride_rows");
+  params.max_query_rows = positive(max_query_rows, "max_query_rows");
+  STD_TORCH_CHECK(policy == kLru || policy == kLrfu, "policy: got ", policy, "; need 0 (LRU) or 1 (LRFU)");
+  params.policy = static_cast<int32_t>(policy);
+  set_resolve_tables(params, tensors);
+  set_resolve_state(params, tensors);
+  set_resolve_outputs(params, tensors);
+  for (int i = 0; i < params.num_parts; ++i) {
+    STD_TORCH_CHECK(parts[i] >= 0 && parts[i] < tensors.resident.size(0), "parts: got ", parts[i],
+                    "; need a part of resident");
+    params.parts[i] = static_cast<int32_t>(parts[i]);
+  }
+  const int64_t num_positions = int64_t{params.max_pages} * params.block_size;
+  need(num_positions <= params.max_positions, "max_positions >= max_pages * block_size");
+  const int64_t num_wanted = int64_t{params.max_query_rows} * params.top_k;
+  need(params.plan_capacity >= (num_wanted < params.max_slots ? num_wanted : params.max_slots),
+       "a plan capacity of min(max_query_rows * K, max_slots)");
+  need(int64_t{params.max_hot_blocks} * params.block_size >= params.max_slots, "max_hot_blocks to hold max_slots");
+  return params;
+}
+
+struct ForgetTensors {
+  const Tensor &slot_of, &position_of, &key, &clock;
+  const Tensor &regions, &first_slot, &first_position;
+};
+
+inline ForgetParams make_forget_params(const ForgetTensors& tensors) {
+  ForgetParams params{};
+  params.slot_of = data<int16_t>(tensors.slot_of, 2, "slot_of");
+  params.position_of = data<int32_t>(tensors.position_of, 2, "position_of");
+  params.key = data<int32_t>(tensors.key, 2, "key");
+  params.clock = data<int32_t>(tensors.clock, 1, "clock");
+  params.regions = data<int32_t>(tensors.regions, 1, "regions");
+  params.first_slot = data<int32_t>(tensors.first_slot, 1, "first_slot");
+  params.first_position = data<int32_t>(tensors.first_position, 1, "first_position");
+  params.num_regions = extent(tensors.slot_of, 0, "num_regions");
+  params.max_positions = extent(tensors.slot_of, 1, "max_positions");
+  params.max_slots = extent(tensors.position_of, 1, "max_slots");
+  params.num_forgets = extent(tensors.regions, 0, "num_forgets");
+  need(tensors.position_of.size(0) == params.num_regions && tensors.key.size(0) == params.num_regions &&
+           tensors.key.size(1) == params.max_slots && tensors.clock.size(0) == params.num_regions,
+       "position_of and key [num_regions, max_slots], clock [num_regions] as in slot_of");
+  need(tensors.first_slot.size(0) == params.num_forgets && tensors.first_position.size(0) == params.num_forgets,
+       "first_slot and first_position of regions' shape");
+  return params;
+}
+
+}  // namespace hisparse

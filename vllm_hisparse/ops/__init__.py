@@ -1,0 +1,26 @@
+"""The data plane's ops: thin, typed, checked Python over the compiled libraries.
+
+`load_library` first, from the worker. `reference` holds the same ops in plain PyTorch.
+"""
+
+from vllm_hisparse.ops import reference
+from vllm_hisparse.ops.load import LibraryError, is_loaded, load_library
+from vllm_hisparse.ops.pages import fetch, gather_pages, read_pages, write_pages
+from vllm_hisparse.ops.regions import EMPTY_KEY, MAX_SLOTS, Counter, Policy, forget, resolve
+
+__all__ = [
+    "EMPTY_KEY",
+    "MAX_SLOTS",
+    "Counter",
+    "LibraryError",
+    "Policy",
+    "fetch",
+    "forget",
+    "gather_pages",
+    "is_loaded",
+    "load_library",
+    "read_pages",
+    "reference",
+    "resolve",
+    "write_pages",
+]

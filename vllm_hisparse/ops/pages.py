@@ -1,0 +1,176 @@
+"""Ops that move rows and pages between the device pool and host memory.
+
+All work in place on memory that the caller owns and keeps alive until the stream has passed the call, on the current
+stream of the pool's device, without an allocation or a synchronisation. `host` and `group_host` are CPU tensors; with
+a CUDA pool they must be pinned (or registered), because the GPU's threads read and write them. Offsets are 64-bit.
+
+Where a layer's row lies:
+    device: block * block_stride_bytes + layer_offset[layer] + (row in block) * row_bytes, in the part's block
+    host:   host_offset[layer] + (host_block * block_size + row in page) * host_row_stride[layer]
+"""
+
+import torch
+
+from vllm_hisparse.ops.checks import ShapeCheck
+from vllm_hisparse.ops.load import require_loaded
+
+UINT8, INT32, INT64 = torch.uint8, torch.int32, torch.int64
+
+
+def fetch(
+    group_host: torch.Tensor,
+    pool: torch.Tensor,
+    layer_offset: torch.Tensor,
+    layer_part: torch.Tensor,
+    plan_host_row: torch.Tensor,
+    plan_slot: torch.Tensor,
+    plan_count: torch.Tensor,
+    row_request: torch.Tensor,
+    hot_region: torch.Tensor,
+    hot: torch.Tensor,
+    row_bytes: int,
+    block_size: int,
+    block_stride_bytes: int,
+    skip_io: bool = False,
+) -> None:
+    """Reads the misses that `resolve` planned into their hot slots, for the layers of one index group.
+
+    group_host     uint8 [host rows, L * row_bytes]  the group's L layers side by side; host memory
+    pool           uint8 [pool_bytes]  updated
+    layer_offset   int64 [L]  bytes from a block's start to the layer's first row
+    layer_part     int32 [L]  engine part that holds the layer
+    plan_host_row, plan_slot  int32 [>= R, capacity], plan_count int32 [R], as `resolve` wrote them
+    row_request    int32 [>= R], hot_region int32 [max_requests], hot int32 [engine parts, num_regions, max_hot_blocks]
+
+    skip_io moves nothing: the bound that a faster link could reach.
+    Raises ValueError on a wrong dtype, shape, device or layout, LibraryError when no library is loaded.
+    """
+    check = ShapeCheck("fetch", pool.device)
+    check.positive(row_bytes=row_bytes, block_size=block_size, block_stride_bytes=block_stride_bytes)
+    check("pool", pool, UINT8, ("pool_bytes",))
+    check("layer_offset", layer_offset, INT64, ("L",))
+    check("layer_part", layer_part, INT32, ("L",))
+    group_row_bytes = check.extents["L"] * row_bytes
+    check("group_host", group_host, UINT8, ("host_rows", group_row_bytes), torch.device("cpu"))
+    check("plan_count", plan_count, INT32, ("R",))
+    check("plan_host_row", plan_host_row, INT32, ("R+", "capacity"))
+    check("plan_slot", plan_slot, INT32, ("R+", "capacity"))
+    check("row_request", row_request, INT32, ("R+",))
+    check("hot_region", hot_region, INT32, ("max_requests",))
+    check("hot", hot, INT32, ("engine_parts", "num_regions", "max_hot_blocks"))
+    require_loaded()
+    torch.ops.hisparse.fetch(
+        group_host, pool, layer_offset, layer_part, plan_host_row, plan_slot, plan_count, row_request, hot_region, hot,
+        row_bytes, block_size, block_stride_bytes, skip_io,
+    )  # fmt: skip
+
+
+def write_pages(
+    pool: torch.Tensor,
+    host: torch.Tensor,
+    page_blocks: torch.Tensor,
+    host_blocks: torch.Tensor,
+    layer_offset: torch.Tensor,
+    layer_part: torch.Tensor,
+    host_offset: torch.Tensor,
+    host_row_stride: torch.Tensor,
+    row_bytes: int,
+    block_size: int,
+    block_stride_bytes: int,
+) -> None:
+    """Copies whole pages from the device to the host, all layers and pages in one launch.
+
+    pool             uint8 [pool_bytes]
+    host             uint8 [host_bytes]  updated; host memory
+    page_blocks      int32 [engine parts, n]  device block of each page in each part
+    host_blocks      int32 [n]  host block of each page; a page with a negative block on either side is left out
+    layer_offset     int64 [L], layer_part int32 [L]  as in `fetch`
+    host_offset      int64 [L]  bytes from the host memory's start to the layer's row 0
+    host_row_stride  int64 [L]  bytes between a layer's rows of consecutive tokens
+
+    Raises ValueError on a wrong dtype, shape, device or layout, LibraryError when no library is loaded.
+    """
+    sizes = (row_bytes, block_size, block_stride_bytes)
+    layers = (layer_offset, layer_part, host_offset, host_row_stride)
+    _check_pages("write_pages", pool, host, page_blocks, host_blocks, layers, sizes)
+    torch.ops.hisparse.write_pages(pool, host, page_blocks, host_blocks, *layers, *sizes)
+
+
+def read_pages(
+    pool: torch.Tensor,
+    host: torch.Tensor,
+    page_blocks: torch.Tensor,
+    host_blocks: torch.Tensor,
+    layer_offset: torch.Tensor,
+    layer_part: torch.Tensor,
+    host_offset: torch.Tensor,
+    host_row_stride: torch.Tensor,
+    row_bytes: int,
+    block_size: int,
+    block_stride_bytes: int,
+) -> None:
+    """Copies whole pages from the host to the device: `write_pages` in the other direction, `pool` updated."""
+    sizes = (row_bytes, block_size, block_stride_bytes)
+    layers = (layer_offset, layer_part, host_offset, host_row_stride)
+    _check_pages("read_pages", pool, host, page_blocks, host_blocks, layers, sizes)
+    torch.ops.hisparse.read_pages(pool, host, page_blocks, host_blocks, *layers, *sizes)
+
+
+def gather_pages(
+    pool: torch.Tensor,
+    host: torch.Tensor,
+    staging: torch.Tensor,
+    device_blocks: torch.Tensor,
+    host_blocks: torch.Tensor,
+    layer_offset: int,
+    host_offset: int,
+    host_row_stride: int,
+    row_bytes: int,
+    block_size: int,
+    block_stride_bytes: int,
+) -> None:
+    """Brings one layer's pages together, from wherever each is, for a prefill that reads them all.
+
+    staging        uint8 [>= n * block_size, row_bytes]  page i goes to rows i * block_size on; the rest is untouched
+    device_blocks  int32 [n]  block of the layer's part, -1: take the page from the host
+    host_blocks    int32 [n]  host block; a page that is on neither side leaves its rows untouched
+    pool, host and the rest as in `write_pages`, with the layer's own offsets and stride
+
+    Raises ValueError on a wrong dtype, shape, device or layout, LibraryError when no library is loaded.
+    """
+    check = ShapeCheck("gather_pages", pool.device)
+    check.positive(row_bytes=row_bytes, block_size=block_size, block_stride_bytes=block_stride_bytes)
+    check("pool", pool, UINT8, ("pool_bytes",))
+    check("host", host, UINT8, ("host_bytes",), torch.device("cpu"))
+    check("device_blocks", device_blocks, INT32, ("n",))
+    check("host_blocks", host_blocks, INT32, ("n",))
+    check.extents["n * block_size"] = check.extents["n"] * block_size
+    check("staging", staging, UINT8, ("n * block_size+", row_bytes))
+    require_loaded()
+    torch.ops.hisparse.gather_pages(
+        pool, host, staging, device_blocks, host_blocks, layer_offset, host_offset, host_row_stride, row_bytes,
+        block_size, block_stride_bytes,
+    )  # fmt: skip
+
+
+def _check_pages(
+    op: str,
+    pool: torch.Tensor,
+    host: torch.Tensor,
+    page_blocks: torch.Tensor,
+    host_blocks: torch.Tensor,
+    layers: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    sizes: tuple[int, int, int],
+) -> None:
+    check = ShapeCheck(op, pool.device)
+    row_bytes, block_size, block_stride_bytes = sizes
+    check.positive(row_bytes=row_bytes, block_size=block_size, block_stride_bytes=block_stride_bytes)
+    check("pool", pool, UINT8, ("pool_bytes",))
+    check("host", host, UINT8, ("host_bytes",), torch.device("cpu"))
+    check("host_blocks", host_blocks, INT32, ("n",))
+    check("page_blocks", page_blocks, INT32, ("engine_parts", "n"))
+    for name, tensor in zip(
+        ("layer_offset", "layer_part", "host_offset", "host_row_stride"), layers, strict=True
+    ):
+        check(name, tensor, INT32 if name == "layer_part" else INT64, ("L",))
+    require_loaded()
