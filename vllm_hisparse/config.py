@@ -1,5 +1,8 @@
-"""The plugin's options. Every error that a user can cause is raised here or in `validate`, as a ValueError of the form
-"got X; need Y because Z". Imports neither torch nor vLLM."""
+"""The plugin's options, and the checks of the engine around them.
+
+Every error that a user can cause is a ValueError of the form "got X; need Y because Z" (`user_error`).
+Imports neither torch nor vLLM.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,11 @@ POLICIES = ("lru", "lrfu")
 DEFAULT_POLICY = "lrfu"
 DEFAULT_HOT_FACTOR = 4  # cap of an elastic hot region, in multiples of top_k
 MAX_HOT_ROWS = 1 << 15  # slots are int16
+MAX_INDEXER_PAGES = 16
+# Connectors that can stand beside indexer blocks of several pages: OffloadingConnector copies each layer's
+# share of a block, and our shares tile the block. Others (NIXL, Mooncake) move a layer's page of one kernel
+# block.
+BLOCKWISE_CONNECTORS = frozenset({CONNECTOR, MULTI_CONNECTOR, "OffloadingConnector"})
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -26,24 +34,27 @@ _OPTIONS: dict[str, tuple[type, Any]] = {
     "prefetch": (bool, True),
     "skip_io": (bool, False),
     "prefill_staging_mib": (int, 256),
-    "max_indexer_pages": (int, 16),
+    "max_indexer_pages": (int, None),
     "check": (bool, False),
 }
-# Keys that vLLM itself puts into, or reads from, a connector's extra config.
-_FOREIGN_KEYS = frozenset({"engine_id"})
+
+
+def user_error(*, got: str, need: str, because: str) -> ValueError:
+    """The one form of an error that a user can cause; to be raised by the caller."""
+    return ValueError(f"got {got}; need {need} because {because}")
 
 
 @dataclass(frozen=True)
 class HiSparseConfig:
-    """Resolved options of one engine. Rows are per request and per layer; watermarks are fractions of the device pool.
+    """Resolved options of one engine, equal on the scheduler and every worker.
 
-    Frozen and picklable: the scheduler and every worker derive the same values from it.
+    Rows count per request and layer; watermarks are shares of the device pool's blocks.
     """
 
     host_pool_gib: float
     top_k: int
     verify_rows: int  # query rows a request may select for in one decode step: 1 + speculative tokens
-    start_hot_rows: int  # slots of a region when it is granted (vLLM calls it device_buffer_size, the papers B)
+    start_hot_rows: int  # slots of a region when it is granted: vLLM's device_buffer_size, the papers' B
     max_hot_rows: int  # slots that an elastic region may grow to
     low_watermark: float = 0.08  # fewer free blocks than this share: spill
     high_watermark: float = 0.20  # more free blocks than this share: restore, grow hot regions
@@ -51,7 +62,7 @@ class HiSparseConfig:
     prefetch: bool = True
     skip_io: bool = False  # no-IO oracle: outputs are wrong, only for measuring
     prefill_staging_mib: int = 256
-    max_indexer_pages: int = 16  # most pages an indexer block may hold; prefix hits come in whole indexer blocks
+    max_indexer_pages: int = MAX_INDEXER_PAGES  # most pages of an indexer block: the grain of prefix hits
     eager_host_mirror: bool = True  # True: a page is copied to the host when it seals; False: when it spills
     check: bool = False  # integrity checks after every step
 
@@ -82,13 +93,14 @@ class HiSparseConfig:
 
         Raises ValueError for a missing, unknown, ill-typed or contradictory option.
         """
-        options = read_options(connector_entry(vllm_config).get("kv_connector_extra_config") or {})
+        entry = connector_entry(vllm_config)
+        options = read_options(entry.get("kv_connector_extra_config") or {})
+        options["max_indexer_pages"] = _max_indexer_pages(options["max_indexer_pages"], vllm_config)
         top_k = _model_top_k(vllm_config)
         verify_rows = 1 + _num_speculative_tokens(vllm_config)
         tuning = vllm_config.attention_config.hisparse_config
-        start, cap = _hot_rows(
-            getattr(tuning, "device_buffer_size", None), options.pop("max_hot_rows"), top_k, verify_rows
-        )
+        size, cap = getattr(tuning, "device_buffer_size", None), options.pop("max_hot_rows")
+        start, cap = _hot_rows(size, cap, top_k, verify_rows)
         return cls(
             **options,
             top_k=top_k,
@@ -107,32 +119,35 @@ def connector_entries(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from connector_entries(child)
 
 
-def connector_entry(vllm_config: Any) -> Mapping[str, Any]:
-    """The one configuration of HiSparseConnector, wherever it is nested. Raises ValueError if there is not exactly one."""
+def all_connectors(vllm_config: Any) -> list[Mapping[str, Any]]:
+    """Every connector configuration of the engine, outermost first; empty without any."""
     transfer = vllm_config.kv_transfer_config
-    found = []
-    if transfer is not None:
-        outer = {
-            "kv_connector": transfer.kv_connector,
-            "kv_role": transfer.kv_role,
-            "kv_connector_extra_config": transfer.kv_connector_extra_config,
-        }
-        found = [entry for entry in connector_entries(outer) if entry.get("kv_connector") == CONNECTOR]
+    if transfer is None or transfer.kv_connector is None:
+        return []
+    keys = ("kv_connector", "kv_role", "kv_connector_extra_config")
+    return list(connector_entries({key: getattr(transfer, key) for key in keys}))
+
+
+def connector_entry(vllm_config: Any) -> Mapping[str, Any]:
+    """The configuration of HiSparseConnector, however nested. Raises ValueError unless there is just one."""
+    found = [entry for entry in all_connectors(vllm_config) if entry.get("kv_connector") == CONNECTOR]
     if len(found) != 1:
-        raise ValueError(
-            f"got {len(found)} {CONNECTOR} entries in --kv-transfer-config; need exactly one, on its own or inside "
-            f"{MULTI_CONNECTOR}, because an engine has one host pool"
+        raise user_error(
+            got=f"{len(found)} {CONNECTOR} entries in --kv-transfer-config",
+            need=f"exactly one, on its own or inside {MULTI_CONNECTOR},",
+            because="an engine has one host pool",
         )
     return found[0]
 
 
 def read_options(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Typed options with defaults filled in. Raises ValueError for unknown keys, wrong types and impossible values."""
-    unknown = sorted(set(extra) - set(_OPTIONS) - _FOREIGN_KEYS)
+    """Typed options with defaults. Raises ValueError for unknown keys, wrong types and impossible values."""
+    unknown = sorted(set(extra) - set(_OPTIONS))
     if unknown:
-        raise ValueError(
-            f"got unknown options {unknown} for {CONNECTOR}; need keys among {sorted(_OPTIONS)} because a misspelt "
-            "option would be ignored silently"
+        raise user_error(
+            got=f"unknown options {unknown} for {CONNECTOR}",
+            need=f"keys among {sorted(_OPTIONS)}",
+            because="a misspelt option would be ignored silently",
         )
     options = {
         key: default if extra.get(key) is None else _typed(key, extra[key], kind)
@@ -145,67 +160,99 @@ def read_options(extra: Mapping[str, Any]) -> dict[str, Any]:
 def _typed(key: str, value: Any, kind: type) -> Any:
     accepted = (int, float) if kind is float else (kind,)
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(
-            f"got {key}={value!r} ({type(value).__name__}); need {kind.__name__} because {CONNECTOR} does not guess"
+        raise user_error(
+            got=f"{key}={value!r} of type {type(value).__name__}",
+            need=kind.__name__,
+            because="options are taken as they are written",
         )
     return kind(value)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
     if options["host_pool_gib"] is None:
-        raise ValueError(
-            f"got no host_pool_gib for {CONNECTOR}; need the size of the pinned host pool in GiB because the full KV "
-            'lives there: "kv_connector_extra_config": {"host_pool_gib": 384}'
+        raise user_error(
+            got=f"no host_pool_gib for {CONNECTOR}",
+            need='its size, as in "kv_connector_extra_config": {"host_pool_gib": 384},',
+            because="the full KV lives in a pinned host pool",
         )
     if not 0 < options["host_pool_gib"] < float("inf"):
-        raise ValueError(
-            f"got host_pool_gib={options['host_pool_gib']:g}; need a finite size above 0 GiB because the full KV lives "
-            "in the host pool"
+        raise user_error(
+            got=f"host_pool_gib={options['host_pool_gib']:g}",
+            need="a finite size above 0 GiB",
+            because="the full KV lives in the host pool",
         )
     low, high = options["low_watermark"], options["high_watermark"]
     if not 0 <= low < high <= 1:
-        raise ValueError(
-            f"got low_watermark={low:g}, high_watermark={high:g}; need 0 <= low < high <= 1 because they are shares of "
-            "the device pool's blocks and spilling has to stop above where it starts"
+        raise user_error(
+            got=f"low_watermark={low:g}, high_watermark={high:g}",
+            need="0 <= low < high <= 1",
+            because="they are shares of the device pool, and restoring starts above where spilling starts",
         )
     if options["policy"] not in POLICIES:
-        raise ValueError(f"got policy={options['policy']!r}; need one of {list(POLICIES)} because no other is built in")
+        raise user_error(
+            got=f"policy={options['policy']!r}",
+            need=f"one of {list(POLICIES)}",
+            because="no other is built in",
+        )
     for key in ("prefill_staging_mib", "max_indexer_pages"):
-        if options[key] < 1:
-            raise ValueError(f"got {key}={options[key]}; need at least 1 because nothing could be placed otherwise")
+        if options[key] is not None and options[key] < 1:
+            raise user_error(
+                got=f"{key}={options[key]}", need="at least 1", because="it has to hold something"
+            )
+
+
+def _max_indexer_pages(wanted: int | None, vllm_config: Any) -> int:
+    names = {str(entry.get("kv_connector")) for entry in all_connectors(vllm_config)}
+    others = sorted(names - BLOCKWISE_CONNECTORS)
+    if not others:
+        return MAX_INDEXER_PAGES if wanted is None else wanted
+    if wanted not in (None, 1):
+        raise user_error(
+            got=f"max_indexer_pages={wanted} with {', '.join(others)}",
+            need="1",
+            because="that connector moves indexer keys by kernel block",
+        )
+    return 1
 
 
 def _hot_rows(size: int | None, cap: int | None, top_k: int, verify_rows: int) -> tuple[int, int]:
-    """(start, cap) of a hot region in rows. Without any option a region starts at the floor plus one top-k of slack."""
+    """(start, cap) of a hot region in rows; by default it starts at the floor plus one top-k of slack."""
     floor = verify_rows * top_k
+    if floor > MAX_HOT_ROWS:
+        raise user_error(
+            got=f"{verify_rows - 1} speculative tokens with top-k {top_k}",
+            need=f"at most {MAX_HOT_ROWS // top_k - 1}",
+            because=f"a step's selections have to fit a hot region of {MAX_HOT_ROWS} rows (slots are int16)",
+        )
+    for name, rows in (("device_buffer_size", size), ("max_hot_rows", cap)):
+        if rows is not None and not floor <= rows <= MAX_HOT_ROWS:
+            raise user_error(
+                got=f"{name}={rows}",
+                need=f"{floor} to {MAX_HOT_ROWS}",
+                because=f"a step may select {verify_rows} x top-k {top_k} rows, in the region all at once, and "
+                "slots are int16",
+            )
     start = size if size is not None else min(floor + top_k, MAX_HOT_ROWS if cap is None else cap)
     if cap is None:
-        cap = size if size is not None else min(max(DEFAULT_HOT_FACTOR * top_k, start), MAX_HOT_ROWS)
-    name = "device_buffer_size" if size is not None else "max_hot_rows"
-    if start < floor:
-        raise ValueError(
-            f"got {name}={start}; need at least {floor} because a step may select {verify_rows} rows x top-k {top_k} "
-            "and every selected row has to be in the hot region at once"
-        )
+        cap = start if size is not None else min(max(DEFAULT_HOT_FACTOR * top_k, start), MAX_HOT_ROWS)
     if cap < start:
-        raise ValueError(
-            f"got max_hot_rows={cap} with device_buffer_size={start}; need max_hot_rows >= device_buffer_size because "
-            "a hot region starts at device_buffer_size rows and grows up to max_hot_rows"
+        raise user_error(
+            got=f"max_hot_rows={cap} with device_buffer_size={start}",
+            need="max_hot_rows >= device_buffer_size",
+            because="a hot region starts at device_buffer_size rows and grows up to max_hot_rows",
         )
-    if cap > MAX_HOT_ROWS:
-        name = "max_hot_rows" if cap != size else "device_buffer_size"
-        raise ValueError(f"got {name}={cap}; need at most {MAX_HOT_ROWS} because slots are stored as int16")
     return start, cap
 
 
 def _model_top_k(vllm_config: Any) -> int:
-    hf_config = vllm_config.model_config.hf_config
-    text_config = getattr(vllm_config.model_config, "hf_text_config", None)
-    top_k = getattr(hf_config, "index_topk", None) or getattr(text_config, "index_topk", None)
-    if not top_k:
-        raise ValueError(
-            f"got a {getattr(hf_config, 'model_type', 'model')} model without index_topk; need a DSA model (top-k "
-            "sparse attention) because only the rows that an indexer selects are read"
+    model = vllm_config.model_config
+    configs = (getattr(model, "hf_config", None), getattr(model, "hf_text_config", None))
+    top_k = next((k for c in configs if (k := getattr(c, "index_topk", None))), None)
+    if top_k is None:
+        raise user_error(
+            got=f"a {getattr(configs[0], 'model_type', 'model')} model without index_topk",
+            need="a DSA model (top-k sparse attention)",
+            because="only rows that an indexer selects are read back",
         )
     return int(top_k)
 
@@ -213,3 +260,56 @@ def _model_top_k(vllm_config: Any) -> int:
 def _num_speculative_tokens(vllm_config: Any) -> int:
     speculative = getattr(vllm_config, "speculative_config", None)
     return int(getattr(speculative, "num_speculative_tokens", None) or 0)
+
+
+def validate_engine(vllm_config: Any) -> HiSparseConfig:
+    """Checks the whole engine configuration before anything is allocated, and returns the plugin's own.
+
+    Raises ValueError for the first setting that does not fit.
+    """
+    config = HiSparseConfig.from_vllm_config(vllm_config)
+    if vllm_config.attention_config.hisparse_config is None:
+        raise user_error(
+            got=f"{CONNECTOR} without attention_config.hisparse_config",
+            need="--attention-config '{\"hisparse_config\": {}}'",
+            because=f"vLLM enables us by it, and does not infer it below a nested {MULTI_CONNECTOR}",
+        )
+    role = connector_entry(vllm_config).get("kv_role")
+    if role not in ("kv_both", "kv_producer"):
+        raise user_error(
+            got=f"kv_role={role!r} for {CONNECTOR}",
+            need="'kv_both'",
+            because="it writes pages to the host and reads them back",
+        )
+    _check_engine(vllm_config)
+    return config
+
+
+def _check_engine(vllm_config: Any) -> None:
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    for size in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, size, 1) > 1:
+            raise user_error(
+                got=f"{size}={getattr(parallel, size)}",
+                need="1",
+                because="every rank holds every layer and every position",
+            )
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if getattr(mode, "name", mode) == "FULL":
+        raise user_error(
+            got="cudagraph_mode=FULL",
+            need="FULL_AND_PIECEWISE, FULL_DECODE_ONLY, PIECEWISE or NONE",
+            because="a prefill over host-backed context is staged outside of graphs",
+        )
+    if not scheduler.scheduler_reserve_full_isl:
+        raise user_error(
+            got="--no-scheduler-reserve-full-isl",
+            need="prompts reserved as a whole",
+            because="prompts admitted by chunks could wait for each other's host blocks for ever",
+        )
+    if scheduler.disable_hybrid_kv_cache_manager:
+        raise user_error(
+            got="--disable-hybrid-kv-cache-manager",
+            need="the hybrid KV cache manager",
+            because="indexer, resident and hot blocks share one pool as separate groups",
+        )

@@ -1,1 +1,1 @@
-"""KV groups, block geometry, pools, memory layout and concurrency bounds: integer functions of the configuration."""
+"""KV groups, block geometry, pools, layout and concurrency bounds: integer functions of the configuration."""

@@ -3,8 +3,8 @@
 vLLM has one device pool with one block stride. A block of it is, at any time, one of
   * a resident block: one page (`page_tokens` rows) of each layer of one part, layers side by side;
   * a hot block: the same shape, `page_tokens` slots of a hot region;
-  * an indexer block: `indexer_pages` pages of every indexer layer, page-major ([pages][layers][page_tokens rows]), so
-    that pages lie at one stride, `block_stride / indexer_pages`, across the whole pool.
+  * an indexer block: `indexer_pages` pages of every indexer layer, page-major ([pages][layers][page_tokens
+    keys]), so that pages lie at one stride, `block_stride / indexer_pages`, across the whole pool.
 The stride is the widest of them; what the others leave empty is padding. Pure integers, no torch, no vLLM.
 """
 
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from vllm_hisparse.config import user_error
 
 ROW_ALIGNMENT = 16  # bytes: 128-bit loads, and TMA's rule for strides and base addresses
 DEFAULT_PADDING_BAR = 0.05
@@ -27,7 +29,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model asks for. `row_bytes`: KV of one token in one layer; `indexer_row_bytes`: its indexer key."""
+    """What a model asks for: `row_bytes` of KV a token and layer, `indexer_row_bytes` of indexer key."""
 
     num_layers: int
     num_indexer_layers: int
@@ -36,12 +38,25 @@ class Shape:
     page_tokens: int
 
     def __post_init__(self) -> None:
-        if min(self.num_layers, self.num_indexer_layers, self.row_bytes, self.indexer_row_bytes, self.page_tokens) < 1:
-            raise ValueError(f"got {self}; need every count and size above 0 because a block holds rows of each kind")
+        if (
+            min(
+                self.num_layers,
+                self.num_indexer_layers,
+                self.row_bytes,
+                self.indexer_row_bytes,
+                self.page_tokens,
+            )
+            < 1
+        ):
+            raise ValueError(
+                f"got {self}; need every count and size above 0 because a block holds rows of each kind"
+            )
         for name, size in (("row", self.row_bytes), ("indexer page", self.indexer_page_bytes)):
             if size % ROW_ALIGNMENT:
-                raise ValueError(
-                    f"got a {name} of {size} bytes; need a multiple of {ROW_ALIGNMENT} because kernels move 16-byte words"
+                raise user_error(
+                    got=f"a {name} of {size} bytes",
+                    need=f"a multiple of {ROW_ALIGNMENT}",
+                    because="kernels move 16-byte words",
                 )
 
     @property
@@ -98,7 +113,7 @@ class Geometry:
 
 
 def make_geometry(shape: Shape, num_parts: int, indexer_pages: int) -> Geometry:
-    """The narrowest block for `num_parts` parts of nearly equal size and `indexer_pages` pages an indexer block.
+    """The narrowest block for `num_parts` nearly equal parts and `indexer_pages` pages an indexer block.
 
     The stride is a multiple of the row (rows are addressed as block * stride_rows + offset) and of
     `indexer_pages * ROW_ALIGNMENT` (indexer pages start aligned).
@@ -112,11 +127,13 @@ def make_geometry(shape: Shape, num_parts: int, indexer_pages: int) -> Geometry:
     return Geometry(shape, stride, part_layers, indexer_pages)
 
 
-def choose_geometry(shape: Shape, max_indexer_pages: int, padding_bar: float = DEFAULT_PADDING_BAR) -> Geometry:
-    """Fewest indexer pages, then fewest parts, that keep every kind of block within `padding_bar`; else least padding.
+def choose_geometry(
+    shape: Shape, max_indexer_pages: int, padding_bar: float = DEFAULT_PADDING_BAR
+) -> Geometry:
+    """Fewest indexer pages, then fewest parts, with all blocks within `padding_bar`; else least padding.
 
-    Fewer indexer pages: finer prefix hits and less waste at a request's tail. Fewer parts: fewer tables and fewer,
-    longer runs of rows. Looks at every (parts, pages) pair: at most num_layers * max_indexer_pages of them.
+    Fewer indexer pages: finer prefix hits and less waste at a request's tail. Fewer parts: fewer tables and
+    longer runs of rows. Looks at every pair of the two: num_layers * max_indexer_pages of them.
     """
     candidates = [
         make_geometry(shape, num_parts, pages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.v1.kv_cache_interface import (
@@ -15,10 +15,11 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_hisparse.config import HiSparseConfig
-from vllm_hisparse.planning.geometry import Shape, choose_geometry
-from vllm_hisparse.planning.layout import LayerPlan
-from vllm_hisparse.planning.specs import SOURCE_ROLE, ResidentSpec, resident_name
+from vllm_hisparse.config import HiSparseConfig, user_error
+
+from .geometry import Shape, choose_geometry
+from .layout import LayerPlan
+from .specs import SOURCE_ROLE, IndexerSpec, ResidentSpec, resident_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,7 +32,7 @@ def kv_cache_groups(
 ) -> list[KVCacheGroupSpec] | None:
     """Groups in a fixed order: source, indexer, resident parts. None without HiSparse or without MLA layers.
 
-    Called several times, also with its own output among `kv_cache_spec`: a plan that is already there is used again.
+    Called several times, also with its own output in `kv_cache_spec`: a plan that is there is used again.
     Raises ValueError if the layers cannot be served.
     """
     if vllm_config.attention_config.hisparse_config is None:
@@ -42,8 +43,11 @@ def kv_cache_groups(
     plan = _existing_plan(kv_cache_spec.values())
     if plan is None:
         plan = make_plan(source, indexer, HiSparseConfig.from_vllm_config(vllm_config).max_indexer_pages)
-    indexer = {name: _indexer_spec(spec, plan) for name, spec in indexer.items()}
     source = {name: replace(spec, block_stride_alignment=None) for name, spec in source.items()}
+    indexer = {
+        name: _indexer_spec(spec, plan, share)
+        for (name, spec), share in zip(indexer.items(), plan.indexer_shares, strict=True)
+    }
     return [
         KVCacheGroupSpec(list(source), _uniform(source), host_resident=True, role=cast(Any, SOURCE_ROLE)),
         KVCacheGroupSpec(list(indexer), _uniform(indexer), role=KVCacheGroupRole.HISPARSE_INDEXER),
@@ -59,7 +63,7 @@ def kv_cache_groups(
 def resolve_specs(
     vllm_config: VllmConfig, kv_cache_spec: dict[str, KVCacheSpec], attn_layers: Mapping[str, Any]
 ) -> dict[str, KVCacheSpec]:
-    """The worker's specs at the page size that every sparse backend takes, with one spec for every pseudo layer."""
+    """The worker's specs: layers in blocks that every backend takes, and one for each pseudo layer."""
     mla: MlaSpecs = {name: spec for name, spec in kv_cache_spec.items() if isinstance(spec, MLAAttentionSpec)}
     if not mla:
         return kv_cache_spec
@@ -67,24 +71,19 @@ def resolve_specs(
     at_page = kv_cache_spec | {name: spec.copy_with_new_block_size(page_tokens) for name, spec in mla.items()}
     groups = kv_cache_groups(vllm_config, at_page)
     assert groups is not None
-    return at_page | {
-        name: group.kv_cache_spec.kv_cache_specs[name]
-        if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
-        else group.kv_cache_spec
-        for group in groups
-        for name in group.layer_names
-    }
+    return at_page | {name: _layer_spec(group, name) for group in groups for name in group.layer_names}
 
 
 def make_plan(source: Mapping[str, Any], indexer: Mapping[str, Any], max_indexer_pages: int) -> LayerPlan:
-    """Places the layers of `source` and `indexer` (layer name -> spec, one page a block) in the narrowest blocks."""
+    """Places the layers of `source` and `indexer` (layer name -> spec with one page a block) in blocks."""
     page_tokens = _one({spec.block_size for spec in (*source.values(), *indexer.values())}, "block size")
+    row_page = _one({spec.page_size_bytes for spec in source.values()}, "KV page size")
+    key_page = _one({spec.page_size_bytes for spec in indexer.values()}, "indexer page size")
     shape = Shape(
         num_layers=len(source),
         num_indexer_layers=len(indexer),
-        row_bytes=_one({spec.page_size_bytes for spec in source.values()}, "KV page size") // page_tokens,
-        indexer_row_bytes=_one({spec.page_size_bytes for spec in indexer.values()}, "indexer page size")
-        // page_tokens,
+        row_bytes=row_page // page_tokens,
+        indexer_row_bytes=key_page // page_tokens,
         page_tokens=page_tokens,
     )
     return LayerPlan(
@@ -102,9 +101,10 @@ def index_groups(is_leader: Mapping[str, bool]) -> tuple[tuple[str, ...], ...]:
         if leads:
             groups.append([])
         elif not groups:
-            raise ValueError(
-                f"got {name} as the first layer without an indexer; need an indexer in the first sparse layer because "
-                "a layer without one reads the selection of the layer before it"
+            raise user_error(
+                got=f"{name} as the first sparse layer, without an indexer",
+                need="an indexer there",
+                because="a layer without one reads the selection of the layer before it",
             )
         groups[-1].append(name)
     return tuple(tuple(names) for names in groups)
@@ -125,9 +125,10 @@ def _partition(kv_cache_spec: Mapping[str, KVCacheSpec]) -> tuple[MlaSpecs, MlaS
         else:
             source[name] = spec
     if others or not source or not indexer:
-        raise ValueError(
-            f"got {len(source)} sparse MLA layers, {len(indexer)} indexer layers and {len(others)} others {others[:3]}; "
-            "need only sparse MLA layers and their indexers because every layer's KV is spilled by page"
+        raise user_error(
+            got=f"{len(source)} sparse MLA layers, {len(indexer)} indexers, {len(others)} more {others[:3]}",
+            need="sparse MLA layers and their indexers only",
+            because="every layer's rows leave the device page by page",
         )
     return source, indexer
 
@@ -136,15 +137,21 @@ def _existing_plan(specs: Iterable[KVCacheSpec]) -> LayerPlan | None:
     return next((spec.plan for spec in specs if isinstance(spec, ResidentSpec)), None)
 
 
-def _indexer_spec(spec: MLAAttentionSpec, plan: LayerPlan) -> MLAAttentionSpec:
-    tokens = plan.page_tokens * plan.indexer_pages
-    return replace(spec, block_size=tokens, block_stride_alignment=None)
+def _indexer_spec(spec: MLAAttentionSpec, plan: LayerPlan, share_bytes: int) -> MLAAttentionSpec:
+    if plan.indexer_pages == 1:
+        return replace(spec, block_stride_alignment=None)
+    kept = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
+    kept |= {
+        "block_size": plan.page_tokens * plan.indexer_pages,
+        "block_stride_alignment": None,
+        "share_bytes": share_bytes,
+    }
+    return IndexerSpec(**kept)
 
 
 def _resident_spec(plan: LayerPlan, part: int) -> ResidentSpec:
-    return ResidentSpec(
-        block_size=plan.page_tokens, plan=plan, part=part, block_stride_alignment=plan.block_stride_bytes
-    )
+    stride = plan.block_stride_bytes
+    return ResidentSpec(block_size=plan.page_tokens, plan=plan, part=part, block_stride_alignment=stride)
 
 
 def _uniform(specs: MlaSpecs) -> UniformTypeKVCacheSpecs:
@@ -153,21 +160,27 @@ def _uniform(specs: MlaSpecs) -> UniformTypeKVCacheSpecs:
     return uniform
 
 
+def _layer_spec(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
+    spec = group.kv_cache_spec
+    return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
 def _page_tokens(mla: MlaSpecs, attn_layers: Mapping[str, Any]) -> int:
     from vllm.v1.worker.utils import select_common_block_size
 
     block_size = _one({spec.block_size for spec in mla.values()}, "block size")
     backends = [attn_layers[name].get_attn_backend() for name in mla]
     try:
-        return select_common_block_size(block_size, backends, list(mla.values()))
+        return int(select_common_block_size(block_size, backends, list(mla.values())))
     except ValueError as error:
-        raise ValueError(
-            f"got --block-size {block_size}; need one that every sparse attention and indexer backend takes because a "
-            f"page is one kernel block: {error}"
+        raise user_error(
+            got=f"--block-size {block_size}",
+            need="one that every sparse attention and indexer backend takes",
+            because=f"a page is one kernel block: {error}",
         ) from error
 
 
 def _one(values: set[int], what: str) -> int:
     if len(values) != 1:
-        raise ValueError(f"got several {what}s {sorted(values)}; need one because a page spans all layers")
+        raise user_error(got=f"{what}s {sorted(values)}", need="one", because="a page spans all layers")
     return values.pop()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from vllm_hisparse.planning.geometry import Geometry
+from .geometry import Geometry, ceil_div
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LayerPlan:
 
     @property
     def indexer_stride_bytes(self) -> int:
-        """Bytes between consecutive indexer pages of a layer (page id = block id * indexer_pages + index in block)."""
+        """Bytes between a layer's consecutive indexer pages; page j of block b is b * indexer_pages + j."""
         return self.geometry.indexer_stride_bytes
 
     @cached_property
@@ -79,13 +79,27 @@ class LayerPlan:
     @cached_property
     def indexer_offset(self) -> tuple[int, ...]:
         """Byte offset of each indexer layer's first page inside a block, aligned with `indexer_layers`."""
-        return tuple(index * self.geometry.shape.indexer_page_bytes for index in range(len(self.indexer_layers)))
+        return tuple(
+            index * self.geometry.shape.indexer_page_bytes for index in range(len(self.indexer_layers))
+        )
+
+    @cached_property
+    def indexer_shares(self) -> tuple[int, ...]:
+        """Bytes of a block that each indexer layer answers for, aligned with `indexer_layers`.
+
+        One page each; in a block of several pages the last layer's share is all that follows.
+        """
+        page = self.geometry.shape.indexer_page_bytes
+        others = len(self.indexer_layers) - 1
+        last = page if self.indexer_pages == 1 else self.block_stride_bytes - others * page
+        return (page,) * others + (last,)
 
     @cached_property
     def group_parts(self) -> tuple[tuple[int, ...], ...]:
         """Parts that each index group's layers lie in, ascending."""
         return tuple(
-            tuple(sorted({self.layer_part[self.layer_index[name]] for name in names})) for names in self.index_groups
+            tuple(sorted({self.layer_part[self.layer_index[name]] for name in names}))
+            for names in self.index_groups
         )
 
     @cached_property
@@ -95,20 +109,23 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Layout(LayerPlan):
-    """A plan with the pools' sizes: everything a worker needs to lay out memory, equal on scheduler and workers."""
+    """A plan with the pools' sizes: all it takes to lay out memory, equal on scheduler and workers."""
 
     num_device_blocks: int
     num_host_blocks: int
     max_requests: int
     max_positions: int  # longest request in tokens
-    num_regions: int  # hot regions that can exist at a time
+    num_regions: int  # hot regions that can exist at a time: rows of the resolver's state
+    floor_hot_blocks: int  # blocks a part of the smallest region that can serve a step
     start_hot_blocks: int  # blocks a part of a region when it is granted
     max_hot_blocks: int  # blocks a part of a region at its cap
+    tail_pages: int  # a decoding request's last pages, which steps in flight may write
+    admission_pages: int  # blocks a part that admitting one request may claim
 
     @property
     def max_pages(self) -> int:
         """Pages of the longest request."""
-        return -(-self.max_positions // self.page_tokens)
+        return ceil_div(self.max_positions, self.page_tokens)
 
     @property
     def max_hot_rows(self) -> int:
@@ -121,8 +138,11 @@ class Layout(LayerPlan):
 
     @property
     def device_slack_bytes(self) -> int:
-        """Bytes to allocate behind the pool. A layer's view is whole pages from the layer's offset on; the last block's
-        page may end between two of them, so the view reaches past the pool by less than one page."""
+        """Bytes to allocate behind the pool.
+
+        A layer's view is whole pages from the layer's offset on; the last block's page may end between two of
+        them, so a view that holds it reaches past the pool by less than a page.
+        """
         return self.page_bytes
 
     @property
@@ -167,8 +187,8 @@ class Layout(LayerPlan):
 
 def layout_from(vllm_config: Any, kv_cache_config: Any) -> Layout:
     """The layout of `kv_cache_config`, whether the scheduler's or a worker's; both give the same."""
-    from vllm_hisparse.planning.bounds import request_blocks
-    from vllm_hisparse.planning.specs import ResidentSpec
+    from .bounds import request_blocks
+    from .specs import ResidentSpec
 
     plan = next(
         group.kv_cache_spec.plan
@@ -177,6 +197,7 @@ def layout_from(vllm_config: Any, kv_cache_config: Any) -> Layout:
     )
     need = request_blocks(vllm_config, plan)
     num_device_blocks = int(kv_cache_config.num_blocks)
+    max_requests = int(vllm_config.scheduler_config.max_num_seqs)
     return Layout(
         geometry=plan.geometry,
         layers=plan.layers,
@@ -184,9 +205,12 @@ def layout_from(vllm_config: Any, kv_cache_config: Any) -> Layout:
         indexer_layers=plan.indexer_layers,
         num_device_blocks=num_device_blocks,
         num_host_blocks=int(kv_cache_config.hisparse_host_num_blocks),
-        max_requests=int(vllm_config.scheduler_config.max_num_seqs),
+        max_requests=max_requests,
         max_positions=int(vllm_config.model_config.max_model_len),
-        num_regions=need.num_regions(num_device_blocks, int(vllm_config.scheduler_config.max_num_seqs)),
+        num_regions=need.num_regions(num_device_blocks, plan.block_stride_bytes, max_requests),
+        floor_hot_blocks=need.floor_hot_blocks,
         start_hot_blocks=need.start_hot_blocks,
         max_hot_blocks=need.max_hot_blocks,
+        tail_pages=need.tail_pages,
+        admission_pages=need.admission_pages,
     )

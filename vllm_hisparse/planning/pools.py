@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
-from vllm_hisparse.config import HiSparseConfig
-from vllm_hisparse.planning.bounds import RequestBlocks, request_blocks, state_bytes_per_region, table_bytes
-from vllm_hisparse.planning.layout import LayerPlan, Layout, layout_from
-from vllm_hisparse.planning.specs import ResidentSpec, resident_name
+from vllm_hisparse.config import GIB, HiSparseConfig, user_error
+
+from .bounds import RequestBlocks, request_blocks, table_bytes
+from .layout import LayerPlan, Layout, layout_from
+from .specs import ResidentSpec, resident_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 NUM_RESERVED_HOST_BLOCKS = 2  # the pool's null block, and one block for a copy in flight
+MAX_HOST_ROWS = 1 << 31  # host rows are int32
 
 
 def kv_cache_config(
@@ -23,20 +25,18 @@ def kv_cache_config(
 ) -> KVCacheConfig:
     """One device pool for indexer, resident and hot blocks, one host pool for the full KV.
 
-    `available_memory`: device bytes; what the resolver needs beside the pool is set aside from it. vLLM plans again with
-    the groups of a finished config and exactly the bytes of a smaller pool: then nothing is set aside again.
+    `available_memory`: device bytes; what the resolver needs beside the pool is set aside from it. vLLM plans
+    again with a finished config's groups and exactly the bytes of a smaller pool: nothing is set aside then.
     `host_budget`: bytes of the host pool. Raises ValueError if a pool is too small for one request.
     """
-    (plan,) = {group.kv_cache_spec.plan for group in kv_cache_groups if isinstance(group.kv_cache_spec, ResidentSpec)}
+    plan = next(g.kv_cache_spec.plan for g in kv_cache_groups if isinstance(g.kv_cache_spec, ResidentSpec))
     _check_kv_layout(vllm_config)
     need = request_blocks(vllm_config, plan)
-    num_blocks = _num_device_blocks(vllm_config, kv_cache_groups, plan, need, available_memory)
-    num_host_blocks = _num_host_blocks(plan, need, host_budget)
     config = KVCacheConfig(
-        num_blocks=num_blocks,
+        num_blocks=_num_device_blocks(vllm_config, kv_cache_groups, plan, need, available_memory),
         kv_cache_tensors=[],
         kv_cache_groups=[_reserved(group) for group in kv_cache_groups],
-        hisparse_host_num_blocks=num_host_blocks,
+        hisparse_host_num_blocks=_num_host_blocks(plan, need, host_budget),
         hisparse_host_block_stride=len(plan.layers) * plan.page_bytes,
         hisparse_shared_host_pool=False,
         prefix_cache_retention_interval=vllm_config.cache_config.prefix_cache_retention_interval,
@@ -46,12 +46,12 @@ def kv_cache_config(
     return config
 
 
-def device_overhead_bytes(
-    config: HiSparseConfig, plan: LayerPlan, need: RequestBlocks, num_regions: int, max_requests: int
-) -> int:
-    """Device memory beside the pool: resolver state of every region, block tables, prefill staging, the pool's slack."""
-    state = num_regions * state_bytes_per_region(config, plan, need)
-    return state + table_bytes(plan, need, max_requests) + config.prefill_staging_bytes + plan.page_bytes
+def device_overhead_bytes(vllm_config: VllmConfig, plan: LayerPlan, num_regions: int) -> int:
+    """Device memory beside the pool: the regions' resolver state, block tables, prefill staging, slack."""
+    need = request_blocks(vllm_config, plan)
+    tables = table_bytes(need, num_regions, int(vllm_config.scheduler_config.max_num_seqs))
+    staging = HiSparseConfig.from_vllm_config(vllm_config).prefill_staging_bytes
+    return num_regions * need.state_bytes + tables + staging + plan.page_bytes
 
 
 def _num_device_blocks(
@@ -65,19 +65,19 @@ def _num_device_blocks(
     if override is not None:
         return int(override)
     stride = plan.block_stride_bytes
+    num_blocks = available_memory // stride
     if any(isinstance(g.kv_cache_spec, ResidentSpec) and g.kv_cache_spec.memory_reserved for g in groups):
-        return available_memory // stride
-    config = HiSparseConfig.from_vllm_config(vllm_config)
-    max_requests = int(vllm_config.scheduler_config.max_num_seqs)
-    regions = need.num_regions(available_memory // stride, max_requests)
-    overhead = device_overhead_bytes(config, plan, need, regions, max_requests)
+        return num_blocks
+    regions = need.num_regions(num_blocks, stride, int(vllm_config.scheduler_config.max_num_seqs))
+    overhead = device_overhead_bytes(vllm_config, plan, regions)  # enough: fewer blocks allow no more regions
     num_blocks = max(0, available_memory - overhead) // stride
     if num_blocks <= need.admission_blocks:
-        raise ValueError(
-            f"got {available_memory} bytes of device memory for KV, {num_blocks} blocks of {stride} bytes after "
-            f"{overhead} bytes for the resolver; need {need.admission_blocks + 1} blocks because one request of "
-            "max_model_len has to be admitted: raise gpu_memory_utilization, or lower max_model_len, "
-            "max_num_batched_tokens, max_num_seqs or max_hot_rows"
+        raise user_error(
+            got=f"{available_memory / GIB:.2f} GiB of device memory: {num_blocks} blocks of {stride} bytes "
+            f"after {overhead / GIB:.2f} GiB for resolver state and prefill staging",
+            need=f"{need.admission_blocks + 1} blocks",
+            because="one request of max_model_len has to be admitted: raise gpu_memory_utilization, or lower "
+            "max_model_len, max_num_batched_tokens, max_num_seqs or prefill_staging_mib",
         )
     return num_blocks
 
@@ -85,13 +85,13 @@ def _num_device_blocks(
 def _num_host_blocks(plan: LayerPlan, need: RequestBlocks, host_budget: int) -> int:
     """Host blocks in the budget; independent of num_gpu_blocks_override."""
     block_bytes = len(plan.layers) * plan.page_bytes
-    num_blocks = host_budget // block_bytes
+    num_blocks = min(host_budget // block_bytes, (MAX_HOST_ROWS - 1) // plan.page_tokens)
     needed = need.num_pages + NUM_RESERVED_HOST_BLOCKS
     if num_blocks < needed:
-        raise ValueError(
-            f"got host_pool_gib={host_budget / 2**30:g}, {num_blocks} host blocks of {block_bytes} bytes; need {needed} "
-            f"blocks ({needed * block_bytes / 2**30:.2f} GiB) because every page of a request of max_model_len must fit: "
-            "raise host_pool_gib or lower max_model_len"
+        raise user_error(
+            got=f"host_pool_gib={host_budget / GIB:g}: {num_blocks} host blocks of {block_bytes} bytes",
+            need=f"{needed} blocks, {needed * block_bytes / GIB:.3f} GiB,",
+            because="a request of max_model_len has all its pages there: raise host_pool_gib or lower max_model_len",
         )
     return num_blocks
 
@@ -99,9 +99,10 @@ def _num_host_blocks(plan: LayerPlan, need: RequestBlocks, host_budget: int) -> 
 def _check_kv_layout(vllm_config: VllmConfig) -> None:
     layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
     if not layout.is_block_outermost:
-        raise ValueError(
-            f"got KV cache layout {layout.name}; need a block-outermost one such as BLHNC because indexer, resident and "
-            "hot blocks share one pool: unset VLLM_KV_CACHE_LAYOUT"
+        raise user_error(
+            got=f"KV cache layout {layout.name}",
+            need="a block-outermost one such as BLHNC",
+            because="indexer, resident and hot blocks share one pool: unset VLLM_KV_CACHE_LAYOUT",
         )
 
 
@@ -112,7 +113,7 @@ def _reserved(group: KVCacheGroupSpec) -> KVCacheGroupSpec:
 
 
 def _host_tensors(layout: Layout) -> list[KVCacheTensor]:
-    """One tensor an index group. A layer's rows are `host_row_stride` apart, which vLLM's description cannot say."""
+    """One tensor an index group. A layer's rows lie `host_row_stride` apart, which it cannot say."""
     return [
         KVCacheTensor(
             size=layout.host_pool_bytes,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
-from vllm_hisparse.planning.layout import LayerPlan
+from .layout import LayerPlan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -17,16 +17,16 @@ SOURCE_ROLE = "hisparse_plugin_source"  # vLLM's own "hisparse_source" selects i
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResidentSpec(KVCacheSpec):
-    """Pages of one part in the device pool, laid out by the runtime. Hot regions are leased from the same pool with the
-    same layout, outside any group.
+class ResidentSpec(KVCacheSpec):  # type: ignore[misc]
+    """Pages of one part in the device pool, laid out by the runtime.
 
-    `block_size`: tokens of a page. `block_stride_alignment`: the pool's block stride, so that vLLM arrives at it.
+    Hot regions are leased from the same pool with the same layout, outside any group. `block_size` is the
+    tokens of a page, `block_stride_alignment` the pool's block stride, so that vLLM arrives at it.
     """
 
     plan: LayerPlan
     part: int
-    memory_reserved: bool = False  # the pool was sized with the resolver's memory set aside (see pools.py)
+    memory_reserved: bool = False  # the pool was sized with the resolver's memory set aside (pools.py)
 
     @property
     def prefix_cacheable(self) -> bool:
@@ -35,6 +35,7 @@ class ResidentSpec(KVCacheSpec):
 
     @property
     def has_layer_views(self) -> bool:
+        """False: the runtime makes the views."""
         return False
 
     @property
@@ -42,14 +43,34 @@ class ResidentSpec(KVCacheSpec):
         """One page of one layer; vLLM adds up the part's layers."""
         return self.plan.page_bytes
 
-    def max_admission_blocks(self, vllm_config: VllmConfig) -> int:
-        """Blocks that the admission of one request may claim: fewer than its pages if it is longer than the pool."""
-        from vllm_hisparse.planning.bounds import request_blocks
-
-        return request_blocks(vllm_config, self.plan).admission_pages
-
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        return self.max_admission_blocks(vllm_config) * self.page_size_bytes
+        """Of admitting one request, in one layer: fewer than its pages if it is longer than the pool."""
+        from .bounds import request_blocks
+
+        return request_blocks(vllm_config, self.plan).admission_pages * self.page_size_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerSpec(MLAAttentionSpec):  # type: ignore[misc]
+    """An indexer layer in blocks of several pages, which lie page by page: [pages][layers][page_tokens keys].
+
+    A layer's keys are not contiguous in a block then, but a connector that saves indexer blocks copies
+    `page_size_bytes` from the layer's offset on. So the layers' shares tile the block: one page for each
+    layer but the last, and all that follows for the last. A connector that copies every layer copies the
+    whole block.
+    """
+
+    share_bytes: int = field(
+        compare=False
+    )  # layers stay equal: vLLM builds one set of metadata for equal specs
+
+    @property
+    def unpadded_page_size_bytes(self) -> int:
+        return self.share_bytes
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.share_bytes
 
 
 def resident_name(layer: str) -> str:
