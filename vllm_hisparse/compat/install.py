@@ -1,0 +1,78 @@
+"""Puts our objects behind vLLM's HiSparse mode: once a process, all or nothing."""
+
+import importlib
+import inspect
+from typing import Any
+
+from .ledger import LEDGER, MIN_VERSION, NEXT_UNSUPPORTED_VERSION, Seam
+
+__all__ = ["check_seam", "check_version", "install"]
+
+CONNECTOR = "HiSparseConnector"
+_installed = False
+
+
+def install() -> None:
+    """Register connector, specs and managers, and rebind the symbols of the ledger. Idempotent.
+
+    Raises:
+        RuntimeError: the vLLM version is not supported, or a symbol differs from what the ledger expects. Then nothing
+            has been rebound.
+    """
+    global _installed
+    if _installed:
+        return
+    version = check_version()
+    rebindings = [(seam.modules[version], seam.symbol, check_seam(seam, version)) for seam in LEDGER]
+    _register()
+    for module, symbol, replacement in rebindings:
+        setattr(importlib.import_module(module), symbol, replacement)
+    _installed = True
+
+
+def check_version() -> tuple[int, int]:
+    """vLLM's (major, minor). Raises RuntimeError if the plugin does not support it."""
+    import vllm
+    from vllm import version as vllm_version
+
+    release = tuple(int(part) for part in vllm_version.__version_tuple__[:2])
+    if not MIN_VERSION <= release < NEXT_UNSUPPORTED_VERSION:
+        low, high = (".".join(map(str, v)) for v in (MIN_VERSION, NEXT_UNSUPPORTED_VERSION))
+        raise RuntimeError(
+            f"got vLLM {vllm.__version__}; vllm-hisparse needs >= {low}, < {high} because it binds to internals that "
+            "other versions do not have: install a supported vLLM, or uninstall vllm-hisparse"
+        )
+    return release[0], release[1]
+
+
+def check_seam(seam: Seam, version: tuple[int, int]) -> Any:
+    """Our replacement for `seam`, once both signatures are what the ledger says. Raises RuntimeError otherwise."""
+    theirs = getattr(importlib.import_module(seam.modules[version]), seam.symbol, None)
+    module, attribute = seam.replacement.split(":")
+    ours = getattr(importlib.import_module(f"vllm_hisparse.{module}"), attribute)
+    for owner, function in (("vLLM's", theirs), ("our", ours)):
+        got = None if function is None else tuple(inspect.signature(function).parameters)
+        if got != seam.parameters:
+            import vllm
+
+            raise RuntimeError(
+                f"vLLM {vllm.__version__}: {owner} {seam.modules[version]}.{seam.symbol} takes {got}; "
+                f"vllm-hisparse needs {seam.parameters} because {seam.why}"
+            )
+    return ours
+
+
+def _register() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    from ..planning.specs import SOURCE_ROLE, ResidentSpec
+    from ..scheduler.managers import ResidentManager, SourceManager
+
+    # vLLM's own entry of that name goes first: register_connector refuses a name that is taken.
+    KVConnectorFactory._registry.pop(CONNECTOR, None)
+    KVConnectorFactory.register_connector(CONNECTOR, "vllm_hisparse.connector", CONNECTOR)
+    # vLLM fills its registry on first use, and only if it is still empty: let it do so before ours are added.
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(ResidentSpec, ResidentManager, uniform_type_base_spec=ResidentSpec)
+    KVCacheSpecRegistry.register_role_manager(SOURCE_ROLE, SourceManager)

@@ -1,0 +1,91 @@
+"""Every private vLLM symbol that the plugin rebinds or relies on: what, why, which versions, when the entry can go.
+
+`docs/compatibility.md` is generated from this table, `vllm-hisparse doctor` and `install` check it.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["LEDGER", "MIN_VERSION", "NEXT_UNSUPPORTED_VERSION", "Seam"]
+
+MIN_VERSION = (0, 32)
+NEXT_UNSUPPORTED_VERSION = (0, 34)
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One rebinding. `modules` maps a vLLM minor version to the module whose attribute is replaced."""
+
+    symbol: str
+    modules: dict[tuple[int, int], str]
+    parameters: tuple[str, ...]  # names of the parameters, ours and vLLM's alike
+    replacement: str  # "module:attribute" inside this package
+    why: str
+    drop_when: str
+
+
+_PLANNING = {(0, 32): "vllm.v1.core.kv_cache_utils", (0, 33): "vllm.v1.core.kv_cache_planning"}
+_ATTN_UTILS = dict.fromkeys([(0, 32), (0, 33)], "vllm.v1.worker.gpu.attn_utils")
+_INDEX_GROUP = dict.fromkeys([(0, 32), (0, 33)], "vllm.v1.attention.backends.mla.index_group")
+
+LEDGER = (
+    Seam(
+        symbol="get_hisparse_kv_cache_groups",
+        modules=_PLANNING,
+        parameters=("vllm_config", "kv_cache_spec"),
+        replacement="planning.groups:kv_cache_groups",
+        why="our groups: source on the host, indexer, one resident group a part, no hot groups",
+        drop_when="vLLM asks the connector or the platform for KV cache groups",
+    ),
+    Seam(
+        symbol="get_hisparse_kv_cache_config",
+        modules=_PLANNING,
+        parameters=("vllm_config", "kv_cache_groups", "available_memory", "host_budget"),
+        replacement="planning.pools:kv_cache_config",
+        why="sizes of the device and host pools, group-major host rows",
+        drop_when="vLLM asks the connector or the platform for the KVCacheConfig",
+    ),
+    Seam(
+        symbol="resolve_hisparse_specs",
+        modules=_ATTN_UTILS,
+        parameters=("vllm_config", "kv_cache_spec", "attn_layers"),
+        replacement="planning.groups:resolve_specs",
+        why="one spec for every pseudo layer of the resident groups",
+        drop_when="the planner accepts layers that have no attention module",
+    ),
+    Seam(
+        symbol="init_hisparse_kv_cache",
+        modules=_ATTN_UTILS,
+        parameters=(
+            "kv_cache_config",
+            "device",
+            "kernel_block_sizes",
+            "vllm_config",
+            "forward_context",
+            "block_tables",
+        ),
+        replacement="runtime.binding:init_kv_cache",
+        why="allocates both pools and binds the index groups' layers to them",
+        drop_when="a connector can allocate KV caches",
+    ),
+    Seam(
+        symbol="HiSparseMLAIndexGroup",
+        modules=_INDEX_GROUP,
+        parameters=(
+            "logical_topk_indices",
+            "physical_topk_indices",
+            "valid_topk_counts",
+            "side_stream",
+            "logical_topk_ready",
+            "physical_topk_ready",
+            "has_indexer",
+            "num_layers",
+            "caches",
+            "hisparse_group",
+            "prefill_stream",
+            "prefill_ready_events",
+        ),
+        replacement="runtime.index_group:HiSparseIndexGroup",
+        why="selections are resolved by our resolver; a subclass, so that vLLM's isinstance checks hold",
+        drop_when="the index group class is looked up in a registry",
+    ),
+)

@@ -1,0 +1,165 @@
+"""vLLM's connector interface: dispatch by role and forwarding, nothing else."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from .config import HiSparseConfig
+from .messages import Acknowledgement, encode
+from .planning.layout import layout_from
+
+if TYPE_CHECKING:
+    from .scheduler.coordinator import HiSparseCoordinator
+    from .worker.worker import HiSparseWorker
+
+__all__ = ["HiSparseConnector"]
+
+
+@dataclass
+class HiSparseMetadata(KVConnectorMetadata):
+    """A step's message, encoded; no bytes when nothing changed."""
+
+    payload: bytes = b""
+
+
+@dataclass
+class HiSparseWorkerMetadata(KVConnectorWorkerMetadata):
+    """A rank's acknowledgement; vLLM aggregates the ranks' before the scheduler sees them."""
+
+    ack: Acknowledgement
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Counts of both."""
+        assert isinstance(other, HiSparseWorkerMetadata)
+        return HiSparseWorkerMetadata(self.ack.plus(other.ack))
+
+
+class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
+    """Takes the place of vLLM's connector of the same name. One instance a role; each uses one half of the methods."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.coordinator: HiSparseCoordinator | None = None  # scheduler role, once the cache manager is bound
+        self.worker: HiSparseWorker | None = None  # worker role, once the KV caches are registered
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Blocks outermost: indexer, resident and hot blocks share one pool."""
+        return "BLHNC"
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nobody waits for pages: a preempted request finds on the host what was written."""
+        return False
+
+    # ---- scheduler role
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Build the coordinator around the managers that vLLM made for our groups."""
+        from .scheduler.coordinator import HiSparseCoordinator
+
+        config = self._vllm_config
+        self.coordinator = HiSparseCoordinator(
+            kv_cache_manager.coordinator.single_type_managers,
+            layout_from(config, self._kv_cache_config),
+            HiSparseConfig.from_vllm_config(config),
+            num_ranks=config.parallel_config.world_size,
+            num_reprefillable=kv_cache_manager.coordinator.num_reprefillable_tokens,
+            max_step_tokens=config.scheduler_config.max_num_batched_tokens,
+        )
+
+    @property
+    def _scheduler(self) -> "HiSparseCoordinator":
+        assert self.coordinator is not None, "scheduler call before the KV cache manager was bound"
+        return self.coordinator
+
+    def on_new_request(self, request: Request) -> None:
+        """A request arrived."""
+        self._scheduler.requests[request.request_id] = request
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Host pages are found by vLLM's own prefix lookup, not as external tokens."""
+        return 0, False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Nothing to add: the managers report allocations."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The step's message. It has to be applied before the forward."""
+        scheduler_output.has_sync_kv_loads = True
+        return HiSparseMetadata(encode(self._scheduler.plan(scheduler_output)))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Acknowledgements of all ranks."""
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, HiSparseWorkerMetadata):
+            self._scheduler.acknowledge(meta.ack)
+
+    def has_pending_block_frees(self) -> bool:
+        """Copies in flight make leases returnable: better to wait for them than to preempt."""
+        return self._scheduler.will_free_blocks
+
+    def has_pending_push_work(self) -> bool:
+        """Keep stepping until every transfer is acknowledged, also after the last request."""
+        return len(self._scheduler.ledger) > 0
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The managers free the blocks; transfers in flight keep theirs."""
+        self._scheduler.requests.pop(request.request_id, None)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See `request_finished`."""
+        return self.request_finished(request, [])
+
+    # ---- worker role
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Pick up the runtime that the allocation of the caches has made."""
+        from .runtime.binding import current_runtime
+        from .worker.copies import InlineCopies
+        from .worker.worker import HiSparseWorker
+
+        self.worker = HiSparseWorker(current_runtime(), InlineCopies())
+
+    @property
+    def _rank(self) -> "HiSparseWorker":
+        assert self.worker is not None, "worker call before the KV caches were registered"
+        return self.worker
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Apply the step's message before the forward."""
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, HiSparseMetadata)
+        self._rank.begin_step(meta.payload, kwargs.get("request_ids") or [])
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded layer by layer."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is saved layer by layer."""
+
+    def wait_for_save(self) -> None:
+        """The step is over."""
+        self._rank.end_step()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """This rank's acknowledgement."""
+        ack = self._rank.take_acknowledgement()
+        return None if ack is None else HiSparseWorkerMetadata(ack)

@@ -1,0 +1,109 @@
+"""Everything HiSparse owns on one worker's device, and what a step changes of it."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import ops
+from ..config import HiSparseConfig
+from ..messages import Binding, Copy, PageWrite, RegionWrite
+from ..planning.layout import Layout
+from .memory import Memory
+from .resolver import GroupResolver
+from .staging import Staging
+from .tables import PageTables
+
+if TYPE_CHECKING:
+    from .index_group import HiSparseIndexGroup
+
+__all__ = ["HiSparseRuntime"]
+
+
+class HiSparseRuntime:
+    """Pools, tables and resolvers of one worker. Called between forwards, on the thread and stream that run them."""
+
+    def __init__(self, layout: Layout, config: HiSparseConfig, device: torch.device) -> None:
+        self.layout = layout
+        self.config = config
+        self.device = device
+        self.memory = Memory(layout, device)
+        self.tables = PageTables(layout, device)
+        self.staging = Staging(self, device)
+        self.resolvers: list[GroupResolver] = []
+        self.groups: list[HiSparseIndexGroup] = []
+        self.batch: list[int] = []  # request slot of each batch row
+        self._host_only: dict[int, set[int]] = {}  # request slot -> pages that only the host has
+
+    def add_group(self, group: "HiSparseIndexGroup") -> None:
+        """Connect the next index group, in layer order."""
+        max_rows, top_k = group.logical_topk_indices.shape
+        resolver = GroupResolver(self, len(self.resolvers), max_rows, top_k, self.device)
+        self.resolvers.append(resolver)
+        self.groups.append(group)
+        group.resolver = resolver
+
+    def bind(self, bindings: tuple[Binding, ...]) -> None:
+        """Request slots start afresh."""
+        slots = [b.slot for b in bindings]
+        self.tables.clear(slots)
+        for slot in slots:
+            self._host_only[slot] = set()
+
+    def write_regions(self, writes: tuple[RegionWrite, ...]) -> None:
+        """Hand out hot regions, or take them away."""
+        for write in writes:
+            self.tables.write_region(write)
+        if granted := [w.region for w in writes if w.region >= 0]:
+            for resolver in self.resolvers:
+                resolver.state.reset(granted)
+
+    def write_pages(self, writes: tuple[PageWrite, ...]) -> None:
+        """Apply residency deltas."""
+        self.tables.write_pages(writes)
+        for write in writes:
+            pages = self._host_only[write.slot]
+            (pages.add if write.device_blocks[0] < 0 else pages.discard)(write.page)
+
+    def set_batch(self, slots: list[int]) -> None:
+        """Request slots of the coming forward's batch rows; an empty list makes every row padding."""
+        self.batch = slots
+        self.tables.set_batch(slots)
+        resident = not any(self._host_only[slot] for slot in slots)
+        for group in self.groups:
+            for handle in group.handles:
+                handle.all_context_pages_resident = resident
+
+    def num_host_only(self, slot: int) -> int:
+        """Pages of the request slot that only the host has."""
+        return len(self._host_only[slot])
+
+    def spill(self, copies: tuple[Copy, ...]) -> None:
+        """Copy pages of all layers to the host pool, one launch on the current stream."""
+        self._copy(ops.write_pages, copies)
+
+    def restore(self, copies: tuple[Copy, ...]) -> None:
+        """Copy pages of all layers back to the device pool, one launch on the current stream."""
+        self._copy(ops.read_pages, copies)
+
+    def _copy(self, direction: Callable[..., None], copies: tuple[Copy, ...]) -> None:
+        layers = self.memory.layers
+        device_blocks = torch.tensor([c.device_blocks for c in copies], dtype=torch.int32, device=self.device)
+        direction(
+            self.memory.device_pool,
+            self.memory.host_pool,
+            device_blocks.T.contiguous(),
+            torch.tensor([c.host_block for c in copies], dtype=torch.int32, device=self.device),
+            layers.offset,
+            layers.part,
+            layers.host_offset,
+            layers.host_row_stride,
+            row_bytes=self.layout.row_bytes,
+            block_size=self.layout.page_tokens,
+            block_stride_bytes=self.layout.block_stride_bytes,
+        )
+
+    def counters(self) -> dict[str, int]:
+        """Totals of all index groups since start. Synchronises: for tests; serving reads them asynchronously."""
+        total = torch.stack([r.counters for r in self.resolvers]).sum(0).tolist()
+        return {c.name.lower(): total[c] for c in ops.Counter}

@@ -1,0 +1,76 @@
+"""The host tier's block pool, and prefix lookup over both tiers."""
+
+from collections.abc import Callable
+
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+
+__all__ = ["HostPool"]
+
+
+class HostPool(BlockPool):
+    """Host blocks, taken only when a page is written; its prefix lookup also finds pages that only the device has.
+
+    That second half is what lets an idle device serve prefix hits without spending a single host block. A lookup answers with
+    the device's block where there is one (no copy, no hot region needed), else with the host's; `KVCacheBlock.pool` tells
+    which. Events go to the device pool's queue, which is the one vLLM drains.
+    """
+
+    def __init__(self, num_blocks: int, device_pool: BlockPool, resident_group_ids: list[int]) -> None:
+        self._device_pool = device_pool
+        self._resident_group_ids = resident_group_ids
+        self._before_reset: Callable[[], list[KVCacheBlock]] | None = None
+        self.epoch = 0  # counts resets: a copy that was planned before one must not be published after it
+        super().__init__(
+            num_blocks,
+            device_pool.enable_caching,
+            device_pool.hash_block_size,
+            enable_kv_cache_events=device_pool.enable_kv_cache_events,
+            medium="CPU",
+        )
+
+    @property
+    def kv_event_queue(self) -> list[KVCacheEvent]:  # type: ignore[override]
+        """The device pool's live queue, looked up each time: draining replaces the list."""
+        return self._device_pool.kv_event_queue
+
+    @kv_event_queue.setter
+    def kv_event_queue(self, events: list[KVCacheEvent]) -> None:
+        assert not events, "only the device pool's owner replaces a queue that holds events"
+
+    def on_reset(self, release: Callable[[], list[KVCacheBlock]]) -> None:
+        """Register `release`: called before a reset, returns host blocks that copies in flight hold for dead requests."""
+        self._before_reset = release
+
+    def get_cached_block(self, block_hash: BlockHash, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
+        """A block that holds the page (part 0's block if the device has it), or None."""
+        if on_device := self.device_blocks(block_hash):
+            return on_device[:1]
+        return super().get_cached_block(block_hash, kv_cache_group_ids)
+
+    def device_blocks(self, block_hash: BlockHash) -> list[KVCacheBlock] | None:
+        """The device's blocks of the page, one a part, or None unless every part has its own."""
+        return self._device_pool.get_cached_block(block_hash, self._resident_group_ids)
+
+    def host_block(self, block_hash: BlockHash, source_group_id: int) -> KVCacheBlock | None:
+        """The published host block of the page, or None."""
+        found = super().get_cached_block(block_hash, [source_group_id])
+        return found[0] if found else None
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every published page. Blocks that copies in flight still write to are kept from reuse throughout."""
+        held = self._before_reset() if self._before_reset is not None else []
+        self.free_blocks(held)
+        done = super().reset_prefix_cache()
+        self.touch(held)
+        if done:
+            self.epoch += 1
+        return done
+
+    def check_integrity(self) -> None:
+        """Free and leased blocks add up to the pool, and no free block is leased. Raises AssertionError."""
+        free = {block.block_id for block in self.free_block_queue.get_all_free_blocks()}
+        leased = [b.block_id for b in self.blocks if b.ref_cnt > 0 and not b.is_null]
+        assert free.isdisjoint(leased), "a leased host block is in the free queue"
+        assert len(free) + len(leased) == self.num_gpu_blocks - 1, "host blocks lost"

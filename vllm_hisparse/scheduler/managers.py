@@ -1,0 +1,180 @@
+"""vLLM's per-group managers of the source and resident groups. They translate vLLM's calls; the coordinator decides.
+
+The source group comes first in vLLM's group list, so its manager opens every two-step call: it sees the prefix hit before
+the resident managers do, and it makes room before any of them allocates. The indexer group keeps vLLM's own manager.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
+from vllm.v1.request import Request
+
+if TYPE_CHECKING:
+    from .coordinator import HiSparseCoordinator
+    from .host_pool import HostPool
+
+__all__ = ["ResidentManager", "SourceManager"]
+
+
+class SourceManager(FullAttentionManager):
+    """The host tier: `req_to_blocks[request][page]` is the page's host block, or the null block while it has none."""
+
+    coordinator: "HiSparseCoordinator"
+    host_pool: "HostPool"
+
+    def bind(self, coordinator: "HiSparseCoordinator", host_pool: "HostPool") -> None:
+        """Switch to the host pool. vLLM builds every manager with the device pool, before the connector is bound."""
+        self.coordinator = coordinator
+        self.block_pool = self.host_pool = host_pool
+        self._null_block = host_pool.null_block
+
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
+    ) -> int:
+        """Device blocks only: hits that leave the free queue when touched, and the region of a hit that needs one."""
+        return self.coordinator.num_blocks_for_hit(new_computed_blocks)
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """Adopt a prefix hit for this group and all resident groups."""
+        self.num_cached_block[request_id] = len(new_computed_blocks)
+        self.coordinator.adopt(request_id, new_computed_blocks)
+
+    def allocate_external_computed_blocks(self, *args: Any, **kwargs: Any) -> None:
+        """External tokens land on the device; a host block is taken when they are written back."""
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+        """Takes no host block, but makes room on the device for what the other groups are about to take."""
+        self.num_cached_block.setdefault(request_id, 0)
+        self.coordinator.make_room(request_id, num_tokens)
+        return []
+
+    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """A host page is published when its copy completes, never here."""
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
+        """No cascade attention over pages that may leave."""
+        return 0
+
+    def hold(self, request_id: str, page: int, block: KVCacheBlock) -> None:
+        """The request now leases `block` as the host copy of `page`."""
+        blocks = self.req_to_blocks[request_id]
+        blocks.extend([self._null_block] * (page + 1 - len(blocks)))
+        blocks[page] = block
+
+    def host_block(self, request_id: str, page: int) -> KVCacheBlock:
+        """The host block of `page`."""
+        return self.req_to_blocks[request_id][page]
+
+    def publish(self, request: Request, page: int, block: KVCacheBlock) -> None:
+        """Make a written host page findable by its hash."""
+        if not self.enable_caching or block.block_hash is not None:
+            return
+        if (page + 1) * self.block_size <= len(request.block_hashes) * self.host_pool.hash_block_size:
+            row = [self._null_block] * page + [block]
+            self.host_pool.cache_full_blocks(request, row, page, page + 1, self.block_size, self.kv_cache_group_id)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """Host leases of written pages. Those of copies in flight stay with their transfer."""
+        keep = self.coordinator.drop(request_id)
+        blocks = super().pop_blocks_for_free(request_id)
+        return [b for page, b in enumerate(blocks) if page not in keep and not b.is_null]
+
+
+class ResidentManager(SingleTypeKVCacheManager):
+    """One part of the resident pages: `req_to_blocks[request][page]`, the null block where the device copy is gone."""
+
+    coordinator: "HiSparseCoordinator"
+
+    def bind(self, coordinator: "HiSparseCoordinator", part: int) -> None:
+        """Join the coordinator as `part`."""
+        self.coordinator = coordinator
+        self.part = part
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """Takes no part in the lookup: the source group answers for both tiers."""
+        return tuple([] for _ in kv_cache_group_ids), 0
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
+        """No cascade attention over pages that may leave."""
+        return 0
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        """Blocks still to take. Part 0 subtracts what can be reclaimed, for all groups; a pure query."""
+        if request_id in self.num_cached_block:
+            have = len(self.req_to_blocks[request_id])
+        else:
+            have = cdiv(num_local_computed_tokens, self.block_size)
+        need = max(cdiv(num_tokens, self.block_size) - have, 0)
+        if apply_admission_cap:
+            need = self.coordinator.cap_admission(need)
+        return need - (self.coordinator.num_reclaimable(need) if self.part == 0 else 0)
+
+    def add_local_computed_blocks(self, *args: Any, **kwargs: Any) -> None:
+        """Done by the source group's manager."""
+
+    def set_prefix(self, request_id: str, blocks: list[KVCacheBlock]) -> None:
+        """Pages of a prefix hit, already leased; the null block for host-only ones."""
+        self.req_to_blocks[request_id].extend(blocks)
+        self.num_cached_block[request_id] = len(blocks)
+
+    def allocate_external_computed_blocks(
+        self,
+        request_id: str,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        record_for_zeroing: bool = True,
+    ) -> None:
+        """Blocks for tokens that an external connector loads."""
+        self.allocate_new_blocks(request_id, num_local_computed_tokens + num_external_computed_tokens, 0)
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+        """The base class's allocation; the coordinator learns of new pages once, from part 0."""
+        self.num_cached_block.setdefault(request_id, 0)
+        blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        if blocks and self.part == 0:
+            self.coordinator.grow(request_id, len(blocks))
+        return blocks
+
+    def cache_blocks(
+        self,
+        request: Request,
+        num_tokens: int,
+        retention_interval: int | None = None,
+        *,
+        replay_boundaries: Sequence[int],
+    ) -> None:
+        """Publish full device pages under this group's id, for `HostPool`'s lookup over both tiers."""
+        request_id = request.request_id
+        hashed = len(request.block_hashes) * self.block_pool.hash_block_size
+        full = min(num_tokens, hashed) // self.block_size
+        cached = self.num_cached_block.get(request_id, 0)
+        if cached < full:
+            blocks = self.req_to_blocks[request_id]
+            self.block_pool.cache_full_blocks(request, blocks, cached, full, self.block_size, self.kv_cache_group_id)
+            self.num_cached_block[request_id] = full
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """Blocks whose lease the request still holds itself; the coordinator took the others out of the row before."""
+        return [b for b in super().pop_blocks_for_free(request_id) if not b.is_null]

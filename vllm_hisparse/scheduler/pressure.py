@@ -1,0 +1,171 @@
+"""Which pages leave the device, which return, and when. Decisions only; the coordinator carries them out.
+
+Levels of free device blocks, from an idle pool to a full one:
+
+- above *high*: nothing is copied; requests whose pages are away get them back, a few a step, if all of them fit above high.
+- below *high*: sealed pages are copied to the host (materialised) so that their leases can be returned at once later.
+  With `eager_host_mirror` off this starts at *low* only.
+- below *low*: leases of materialised pages go back, just enough to reach low again.
+- no free block: whatever an allocation misses is reclaimed on the spot, in the same order.
+
+A request gives up pages only together with a hot region to read them through, and only if that frees more than the region
+takes. Requests that already have a region go first, then those with most to give; within a request the tail goes first.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .records import Record
+from .residency import UNPINNABLE, PageState
+
+if TYPE_CHECKING:
+    from .coordinator import HiSparseCoordinator
+
+__all__ = ["MAX_RESTORED_PAGES", "MAX_SPILLED_PAGES", "Pressure"]
+
+MAX_SPILLED_PAGES = 256  # a step: the pages that one 16K-token prefill step seals
+MAX_RESTORED_PAGES = 64  # a step: restores share the link with misses, which decode waits for
+TAIL_PAGES = 2  # pages a request may be writing: the open one and one that a step in flight opens
+
+
+class Pressure:
+    """The watermark policy of one coordinator."""
+
+    def __init__(self, coordinator: "HiSparseCoordinator", max_step_tokens: int) -> None:
+        self._coordinator = coordinator
+        self._pool = coordinator.pool
+        self._parts = coordinator.layout.num_parts
+        self._page_tokens = coordinator.layout.page_tokens
+        config = coordinator.config
+        self.low = config.low_blocks(coordinator.pool.num_gpu_blocks)
+        self.high = config.high_blocks(coordinator.pool.num_gpu_blocks)
+        self._copy_below = self.high if config.eager_host_mirror else self.low
+        self._chunk_pages = -(-max_step_tokens // self._page_tokens)
+        self._unsealed: dict[Record, None] = {}  # may have pages to materialise
+        self._with_region: dict[Record, None] = {}
+
+    @property
+    def admission_pages(self) -> int:
+        """Pages that a request of any length holds at a time if it spills while it is prefilled.
+
+        One step's tokens, and the previous step's, whose copies are still to be acknowledged.
+        """
+        return 2 * self._chunk_pages + TAIL_PAGES
+
+    # ---- events
+
+    def note_growth(self, record: Record) -> None:
+        """The request has new pages."""
+        self._unsealed[record] = None
+
+    def note_region(self, record: Record) -> None:
+        """The request got a hot region."""
+        self._with_region[record] = None
+
+    def forget(self, record: Record) -> None:
+        """The request is gone."""
+        self._unsealed.pop(record, None)
+        self._with_region.pop(record, None)
+
+    # ---- reclaiming
+
+    def num_reclaimable(self, missing: int, excluded: frozenset[int]) -> int:
+        """Blocks, net of regions, that `reclaim` would free; stops counting at `missing`. A pure query."""
+        total, ids_needed = 0, 0
+        for record in self._victims():
+            cost = self._region_cost(record)
+            if cost and not self._coordinator.regions.num_free_ids > ids_needed:
+                continue
+            gain = len(self._unpinnable(record, missing - total + cost, excluded)) * self._parts - cost
+            if gain > 0:
+                total += gain
+                ids_needed += cost > 0
+            if total >= missing:
+                break
+        return total
+
+    def reclaim(self, num_free: int) -> None:
+        """Return leases until the pool has `num_free` free blocks or nothing more can be gained."""
+        for record in self._victims() if self._pool.get_num_free_blocks() < num_free else ():
+            missing = num_free - self._pool.get_num_free_blocks()
+            if missing <= 0:
+                return
+            cost = self._region_cost(record)
+            pages = self._unpinnable(record, missing + cost, frozenset())
+            if len(pages) * self._parts <= cost or (cost and not self._coordinator.regions.num_free_ids):
+                continue
+            for page in pages:
+                self._coordinator.unpin(record, page)
+            if cost:
+                self._coordinator.grant_region(record)
+
+    def relieve(self) -> None:
+        """Return leases until the low watermark is reached again."""
+        self.reclaim(self.low)
+
+    def _victims(self) -> Iterator[Record]:
+        records = self._coordinator.records.values()
+        candidates = [r for r in records if r.pages.num_unpinnable]
+        candidates.sort(key=lambda r: (r.region is None, -r.pages.num_unpinnable))
+        yield from candidates
+
+    def _region_cost(self, record: Record) -> int:
+        return 0 if record.region is not None else self._coordinator.regions.num_blocks
+
+    def _unpinnable(self, record: Record, num_blocks: int, excluded: frozenset[int]) -> list[int]:
+        """Pages, tail first, that free `num_blocks` blocks or as many as there are. Blocks that others lease free nothing."""
+        wanted = -(-num_blocks // self._parts)
+        found: list[int] = []
+        for page in reversed(record.pages.pages_in(*UNPINNABLE)):
+            blocks = self._coordinator.device_blocks(record, page)
+            if all(b.ref_cnt == 1 and b.block_id not in excluded for b in blocks):
+                found.append(page)
+                if len(found) >= wanted:
+                    break
+        return found
+
+    # ---- once a step
+
+    def step(self) -> None:
+        """After a step's allocations: materialise, relieve, restore, each if its level says so."""
+        free = self._pool.get_num_free_blocks()
+        if free < self._copy_below:
+            self._materialise()
+        if free < self.low:
+            self.relieve()
+        elif free > self.high and self._with_region:
+            self._restore()
+
+    def _materialise(self) -> None:
+        budget = MAX_SPILLED_PAGES
+        for record in list(self._unsealed):
+            sealed = record.num_sealed(self._page_tokens, self._coordinator.num_reprefillable)
+            while budget and record.next_spill < sealed:
+                page = record.next_spill
+                if record.pages[page] is PageState.DIRTY:
+                    if not self._coordinator.spill(record, page):
+                        break
+                    budget -= 1
+                record.next_spill += 1
+            if record.next_spill >= len(record.pages) - 1:
+                del self._unsealed[record]  # until it grows
+
+    def _restore(self) -> None:
+        budget = MAX_RESTORED_PAGES
+        for record in list(self._with_region):
+            if record.region is None:
+                del self._with_region[record]
+                continue
+            away, loose = record.pages.count(PageState.HOST), record.pages.pages_in(PageState.LOOSE, PageState.DRAINING)
+            if self._pool.get_num_free_blocks() - (away + len(loose)) * self._parts < self.high:
+                continue
+            for page in loose:
+                self._coordinator.repin(record, page)
+            for page in record.pages.pages_in(PageState.HOST)[:budget]:
+                self._coordinator.restore(record, page)
+                budget -= 1
+            if not record.needs_region:
+                self._coordinator.return_region(record)
+                del self._with_region[record]
+            if not budget:
+                return

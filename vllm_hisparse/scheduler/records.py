@@ -1,0 +1,46 @@
+"""What the coordinator knows about one request."""
+
+from dataclasses import dataclass
+
+from vllm.v1.request import Request
+
+from .regions import Region
+from .residency import PageTable, PageState, RECLAIMED
+
+__all__ = ["Record"]
+
+
+@dataclass(eq=False)
+class Record:
+    """A request that holds blocks. Pages' blocks are the managers'; this adds what only HiSparse knows."""
+
+    request: Request
+    pages: PageTable
+    slot: int = -1  # request slot at the workers; -1 until first scheduled
+    region: Region | None = None
+    num_sent: int = 0  # pages whose table entries the workers have
+    next_spill: int = 0  # pages before this one were spilled or adopted
+    alive: bool = True  # False once the request's blocks are gone; transfers may still refer to the record
+
+    @property
+    def request_id(self) -> str:
+        """vLLM's id of the request."""
+        return self.request.request_id
+
+    @property
+    def needs_region(self) -> bool:
+        """Whether some page may have to be read from the host now or as soon as a block is reused."""
+        return self.pages.num_host_only > 0 or self.pages.count(*RECLAIMED) > 0
+
+    def num_sealed(self, page_tokens: int, num_reprefillable: int) -> int:
+        """Pages that no step writes again: full, and written by steps whose output has been processed.
+
+        Tokens in flight may be rolled back (rejected drafts) and the last `num_reprefillable` may be rewritten.
+        """
+        settled = self.request.num_computed_tokens - self.request.num_in_flight_tokens - num_reprefillable
+        return min(max(settled, 0) // page_tokens, len(self.pages))
+
+    @property
+    def is_returning(self) -> bool:
+        """Whether pages are on their way back to the device."""
+        return self.pages.count(PageState.RESTORING) > 0

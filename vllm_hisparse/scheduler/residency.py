@@ -1,0 +1,184 @@
+"""Page states as data: what a page of a request is, what may happen to it, and what follows.
+
+A page's state says two things at once: whether its rows can be read on the device, and whether its host copy exists. Both
+are columns of `STATES`; everything that may happen is a row of `TRANSITIONS`. `docs/residency.md` is generated from the two
+tables, and code outside this module never assigns a state: it calls `PageTable.advance`.
+"""
+
+from enum import Enum, IntEnum
+
+__all__ = [
+    "STATES",
+    "TRANSITIONS",
+    "Device",
+    "Event",
+    "Host",
+    "IllegalTransition",
+    "PageState",
+    "PageTable",
+    "Residency",
+]
+
+
+class Device(Enum):
+    """A page's copy on the device."""
+
+    LEASED = "leased"  # readable; the request's lease keeps the blocks from reuse
+    LOOSE = "loose"  # readable until the pool hands one of the blocks out again
+    GONE = "gone"
+    ARRIVING = "arriving"  # blocks leased, their contents still on the way
+
+
+class Host(Enum):
+    """A page's copy in the host pool."""
+
+    NONE = "none"
+    PENDING = "pending"  # copy on its way; not to be published yet
+    VALID = "valid"
+
+
+class PageState(IntEnum):
+    """The states of a page. Values index the per-state counters."""
+
+    DIRTY = 0
+    SPILLING = 1
+    ENQUEUED = 2
+    DRAINING = 3
+    LANDING = 4
+    CLEAN = 5
+    LOOSE = 6
+    HOST = 7
+    RESTORING = 8
+
+
+STATES: dict[PageState, tuple[Device, Host, str]] = {
+    PageState.DIRTY: (Device.LEASED, Host.NONE, "only the device has it"),
+    PageState.SPILLING: (Device.LEASED, Host.PENDING, "its copy to the host is planned"),
+    PageState.ENQUEUED: (Device.LEASED, Host.PENDING, "every rank has the copy on its stream"),
+    PageState.DRAINING: (Device.LOOSE, Host.PENDING, "lease returned while the copy runs; stream order protects it"),
+    PageState.LANDING: (Device.GONE, Host.PENDING, "blocks reused while the copy runs; reads wait for it on the stream"),
+    PageState.CLEAN: (Device.LEASED, Host.VALID, "both have it"),
+    PageState.LOOSE: (Device.LOOSE, Host.VALID, "both have it; the device copy lasts until its blocks are reused"),
+    PageState.HOST: (Device.GONE, Host.VALID, "only the host has it; rows are read through the hot region"),
+    PageState.RESTORING: (Device.ARRIVING, Host.VALID, "a copy back to the device is running; still read from the host"),
+}
+
+
+class Event(Enum):
+    """What can happen to a page."""
+
+    SPILL = "spill"  # a host block is leased and the copy goes into the next message
+    ENQUEUED = "enqueued"  # every rank has put the copy on its stream
+    COMPLETED = "completed"  # every rank has seen the copy end, either direction
+    UNPIN = "unpin"  # the device lease goes back; the page stays readable until reuse
+    REPIN = "repin"  # a lease is taken on blocks that were not reused yet
+    REUSED = "reused"  # the pool handed out one of the page's blocks
+    RESTORE = "restore"  # device blocks are leased and the copy goes into the next message
+    DEDUPLICATE = "deduplicate"  # the host pool already has this page, published by another request
+
+
+TRANSITIONS: dict[tuple[PageState, Event], PageState] = {
+    (PageState.DIRTY, Event.SPILL): PageState.SPILLING,
+    (PageState.DIRTY, Event.DEDUPLICATE): PageState.CLEAN,
+    (PageState.SPILLING, Event.ENQUEUED): PageState.ENQUEUED,
+    (PageState.ENQUEUED, Event.UNPIN): PageState.DRAINING,
+    (PageState.ENQUEUED, Event.COMPLETED): PageState.CLEAN,
+    (PageState.DRAINING, Event.REPIN): PageState.ENQUEUED,
+    (PageState.DRAINING, Event.REUSED): PageState.LANDING,
+    (PageState.DRAINING, Event.COMPLETED): PageState.LOOSE,
+    (PageState.LANDING, Event.COMPLETED): PageState.HOST,
+    (PageState.CLEAN, Event.UNPIN): PageState.LOOSE,
+    (PageState.LOOSE, Event.REPIN): PageState.CLEAN,
+    (PageState.LOOSE, Event.REUSED): PageState.HOST,
+    (PageState.HOST, Event.RESTORE): PageState.RESTORING,
+    (PageState.RESTORING, Event.COMPLETED): PageState.CLEAN,
+}
+
+ON_DEVICE = frozenset(s for s, (device, _, _) in STATES.items() if device in (Device.LEASED, Device.LOOSE))
+UNPINNABLE = frozenset(s for s, e in TRANSITIONS if e is Event.UNPIN)
+RECLAIMED = frozenset(s for s, (device, _, _) in STATES.items() if device is Device.LOOSE)
+
+
+class Residency(Enum):
+    """A request's residency, derived from its pages and never stored."""
+
+    FULL = "full"  # every page readable on the device
+    MIXED = "mixed"  # some pages on the host only; a hot region is held
+    NONE = "none"  # every page on the host only
+
+
+class IllegalTransition(RuntimeError):
+    """An event that the state of a page does not allow. Names page, state and event."""
+
+    def __init__(self, owner: str, page: int, state: PageState, event: Event) -> None:
+        super().__init__(f"page {page} of request {owner}: event {event.value!r} is illegal in state {state.name}")
+
+
+class PageTable:
+    """States of one request's pages, indexed by page number from the start of the context.
+
+    Pages come into being by `append`; afterwards only `advance` changes a state, so the counters hold by construction.
+    """
+
+    __slots__ = ("_counts", "_owner", "_states")
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._states = bytearray()
+        self._counts = [0] * len(PageState)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __getitem__(self, page: int) -> PageState:
+        return PageState(self._states[page])
+
+    def append(self, state: PageState) -> int:
+        """Add the next page in `state` (a fresh page, or one adopted from a prefix hit). Returns its number."""
+        self._states.append(state)
+        self._counts[state] += 1
+        return len(self._states) - 1
+
+    def advance(self, page: int, event: Event) -> PageState:
+        """Apply `event` to `page` and return its new state. Raises IllegalTransition; then nothing has changed."""
+        state = PageState(self._states[page])
+        after = TRANSITIONS.get((state, event))
+        if after is None:
+            raise IllegalTransition(self._owner, page, state, event)
+        self._states[page] = after
+        self._counts[state] -= 1
+        self._counts[after] += 1
+        return after
+
+    def count(self, *states: PageState) -> int:
+        """How many pages are in any of `states`."""
+        return sum(self._counts[s] for s in states)
+
+    @property
+    def num_unpinnable(self) -> int:
+        """Pages whose device lease may go back now: their host copy exists or is on its stream."""
+        return self.count(*UNPINNABLE)
+
+    @property
+    def num_host_only(self) -> int:
+        """Pages that can only be read from the host."""
+        return len(self._states) - self.count(*ON_DEVICE)
+
+    def pages_in(self, *states: PageState) -> list[int]:
+        """Page numbers in any of `states`, ascending. O(pages): for transitions under pressure, not for steady decode."""
+        if not self.count(*states):
+            return []
+        return [page for page, state in enumerate(self._states) if state in states]
+
+    @property
+    def residency(self) -> Residency:
+        """Full, Mixed or None (an empty request is Full)."""
+        host_only = self.num_host_only
+        if host_only == 0:
+            return Residency.FULL
+        return Residency.NONE if host_only == len(self._states) else Residency.MIXED
+
+    def check_integrity(self) -> None:
+        """Counters equal the states they count. Raises AssertionError."""
+        for state in PageState:
+            assert self._counts[state] == self._states.count(state), (self._owner, state)

@@ -1,0 +1,56 @@
+"""The worker side: applies the scheduler's messages to the runtime and counts what it has done."""
+
+from ..messages import Acknowledgement, StepMessage, decode
+from ..runtime.runtime import HiSparseRuntime
+from .copies import CopyQueue
+
+__all__ = ["HiSparseWorker"]
+
+
+class HiSparseWorker:
+    """One rank. Knows requests only by their slots; the scheduler names each once, when it is bound."""
+
+    def __init__(self, runtime: HiSparseRuntime, copies: CopyQueue) -> None:
+        self.runtime = runtime
+        self._copies = copies
+        self._slots: dict[str, int] = {}
+        self._enqueued: dict[int, int] = {}
+
+    def begin_step(self, payload: bytes, request_ids: list[str]) -> None:
+        """Apply one message, before the forward of the batch `request_ids` (in batch order; empty: no forward)."""
+        message = decode(payload)
+        if not message.is_empty:
+            self._apply(message)
+        self.runtime.set_batch([self._slots[r] for r in request_ids])
+
+    def end_step(self) -> None:
+        """After the forward and any drafting: runs that are no step's must not touch a request's state."""
+        self.runtime.set_batch([])
+
+    def take_acknowledgement(self) -> Acknowledgement | None:
+        """What was enqueued and completed since the last call; None if nothing."""
+        completed = dict.fromkeys(self._copies.take_completed(), 1)
+        enqueued, self._enqueued = self._enqueued, {}
+        return Acknowledgement(enqueued, completed) if enqueued or completed else None
+
+    def _apply(self, message: StepMessage) -> None:
+        runtime = self.runtime
+        for request_id in message.unbind:
+            del self._slots[request_id]
+        if message.bind:
+            self._slots.update(message.bind)
+            runtime.bind(message.bind)
+        self._copies.wait(message.wait)
+        if message.regions:
+            runtime.write_regions(message.regions)
+        if message.pages:
+            runtime.write_pages(message.pages)
+        if message.transfer_id >= 0:
+            self._copies.submit(message.transfer_id, lambda: self._copy(message))
+            self._enqueued[message.transfer_id] = 1
+
+    def _copy(self, message: StepMessage) -> None:
+        if message.spill:
+            self.runtime.spill(message.spill)
+        if message.restore:
+            self.runtime.restore(message.restore)
