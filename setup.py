@@ -1,13 +1,14 @@
 """Builds the two libraries of ops. Everything else about the package is in pyproject.toml.
 
 _C_cpu    always, as part of any install; defines the ops and their CPU implementations.
-_C_cuda   by `python setup.py build_cuda [--arch 90,100] [--jobs 4]`, into the package directory, from where a later
-          `pip wheel .` or editable install takes it. Explicit, so that an install on a machine without a GPU is quick.
-          Building a wheel runs it too where nvcc is found, unless HISPARSE_CUDA=0; HISPARSE_CUDA=1 makes a missing
-          nvcc an error.
+_C_cuda   by `python setup.py build_cuda [--arch 90,100] [--jobs 4]`, into the package directory, from where
+          a later `pip wheel .` or editable install takes it. Explicit, so that an install on a machine
+          without a GPU is quick. Building a wheel runs it too where nvcc is found, unless HISPARSE_CUDA=0;
+          HISPARSE_CUDA=1 makes a missing nvcc an error.
 
-Both use torch's stable ABI only, with a floor of torch 2.11, and have no Python in them: one file serves every Python
-and every torch from the floor on. torch is found, not imported: its headers and libtorch_cpu are all that is needed.
+Both use torch's stable ABI only, with a floor of torch 2.11, and have no Python in them: one file serves
+every Python and every torch from the floor on. torch is found, not imported: its headers and libtorch_cpu are
+all that is needed.
 """
 
 import importlib.util
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 from setuptools import Command, Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -59,7 +61,7 @@ class BuildCuda(Command):
     """Compiles csrc/*.cu and bindings_cuda.cpp with nvcc and links `_C_cuda` into the package directory."""
 
     description = "build the CUDA library into the package directory"
-    user_options = [
+    user_options: ClassVar = [
         ("arch=", None, f"comma-separated compute capabilities, default {','.join(CUDA_ARCHES)}"),
         ("jobs=", None, "files compiled at a time, default 4"),
     ]

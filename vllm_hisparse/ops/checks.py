@@ -8,8 +8,8 @@ import torch
 class ShapeCheck:
     """Checks the tensors of one call against named extents.
 
-    A shape is a sequence of extents. An extent is a number, or a name: the first tensor that uses a name fixes its
-    value, later ones must agree. A name that ends in "+" asks for at least the value of the name.
+    A shape is a sequence of extents. An extent is a number, or a name: the first tensor that uses a name
+    fixes its value, later ones must agree. A name that ends in "+" asks for at least the value of the name.
     """
 
     def __init__(self, op: str, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class ShapeCheck:
         shape: Sequence[str | int],
         device: torch.device | None = None,
     ) -> None:
-        """Raises ValueError unless `tensor` is contiguous, of `dtype`, of `shape` and on the call's device."""
+        """Raises ValueError unless `tensor` is contiguous, of `dtype` and `shape`, and where it should be."""
         device = device or self.device
         if (
             tensor.dtype is dtype
@@ -38,8 +38,8 @@ class ShapeCheck:
         need = ", ".join(self._describe(extent) for extent in shape)
         layout = "" if tensor.is_contiguous() else f" with strides {tuple(tensor.stride())}"
         raise ValueError(
-            f"{self.op}: got {name} {tensor.dtype} {list(tensor.shape)}{layout} on {tensor.device}; need {dtype} "
-            f"[{need}], contiguous, on {device}, because the kernel reads its raw memory as such"
+            f"{self.op}: got {name} {tensor.dtype} {list(tensor.shape)}{layout} on {tensor.device}; "
+            f"need {dtype} [{need}], contiguous, on {device}, because the kernel reads its raw memory as such"
         )
 
     def positive(self, **values: int) -> None:

@@ -1,4 +1,4 @@
-"""Fake implementations for torch.compile. Every op works in place and returns nothing, so there is nothing to infer."""
+"""Fake implementations for torch.compile. Every op works in place and returns nothing: nothing to infer."""
 
 import torch
 
@@ -11,5 +11,5 @@ def register() -> None:
         torch.library.register_fake(f"hisparse::{name}")(_nothing)
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
+def _nothing(*_args: object, **_kwargs: object) -> None:
     return None

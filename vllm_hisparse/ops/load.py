@@ -1,6 +1,6 @@
-"""Loads the compiled ops, once a process and only when told to: the worker calls `load_library` before its first op.
+"""Loads the compiled ops, once a process and only when told to: the worker calls `load_library` first of all.
 
-Importing `vllm_hisparse.ops` loads nothing, so that tools and the scheduler process work without the libraries.
+Importing `vllm_hisparse.ops` loads nothing: tools and the scheduler process work without the libraries.
 """
 
 import re
@@ -62,11 +62,11 @@ def _open(device_type: str) -> None:
         )
     if not path.exists():
         raise LibraryError(
-            f"got no {path}; need a wheel with that library, or `python setup.py build_cuda` in a source tree "
-            f"({found})"
+            f"got no {path}; need a wheel that has it, or `python setup.py build_cuda` in a source tree, "
+            f"because nothing else implements the ops on {device_type} ({found})"
         )
     try:
-        torch.ops.load_library(str(path))
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     except OSError as error:
         raise LibraryError(f"got {path} that does not load: {_cause(error)} ({found})") from error
     _loaded.add(device_type)

@@ -1,8 +1,9 @@
 """Ops that move rows and pages between the device pool and host memory.
 
-All work in place on memory that the caller owns and keeps alive until the stream has passed the call, on the current
-stream of the pool's device, without an allocation or a synchronisation. `host` and `group_host` are CPU tensors; with
-a CUDA pool they must be pinned (or registered), because the GPU's threads read and write them. Offsets are 64-bit.
+All work in place on memory that the caller owns and keeps alive until the stream has passed the call, on the
+current stream of the pool's device, without an allocation or a synchronisation. `host` and `group_host` are
+CPU tensors; with a CUDA pool they must be pinned (or registered), because the GPU's threads read and write
+them. Offsets are 64-bit.
 
 Where a layer's row lies:
     device: block * block_stride_bytes + layer_offset[layer] + (row in block) * row_bytes, in the part's block
@@ -40,7 +41,8 @@ def fetch(
     layer_offset   int64 [L]  bytes from a block's start to the layer's first row
     layer_part     int32 [L]  engine part that holds the layer
     plan_host_row, plan_slot  int32 [>= R, capacity], plan_count int32 [R], as `resolve` wrote them
-    row_request    int32 [>= R], hot_region int32 [max_requests], hot int32 [engine parts, num_regions, max_hot_blocks]
+    row_request    int32 [>= R], hot_region int32 [max_requests]
+    hot            int32 [engine parts, num_regions, max_hot_blocks]
 
     skip_io moves nothing: the bound that a faster link could reach.
     Raises ValueError on a wrong dtype, shape, device or layout, LibraryError when no library is loaded.
@@ -60,8 +62,8 @@ def fetch(
     check("hot", hot, INT32, ("engine_parts", "num_regions", "max_hot_blocks"))
     require_loaded()
     torch.ops.hisparse.fetch(
-        group_host, pool, layer_offset, layer_part, plan_host_row, plan_slot, plan_count, row_request, hot_region, hot,
-        row_bytes, block_size, block_stride_bytes, skip_io,
+        group_host, pool, layer_offset, layer_part, plan_host_row, plan_slot, plan_count, row_request,
+        hot_region, hot, row_bytes, block_size, block_stride_bytes, skip_io,
     )  # fmt: skip
 
 
@@ -83,7 +85,7 @@ def write_pages(
     pool             uint8 [pool_bytes]
     host             uint8 [host_bytes]  updated; host memory
     page_blocks      int32 [engine parts, n]  device block of each page in each part
-    host_blocks      int32 [n]  host block of each page; a page with a negative block on either side is left out
+    host_blocks      int32 [n]  host block of each page; negative on either side: not moved
     layer_offset     int64 [L], layer_part int32 [L]  as in `fetch`
     host_offset      int64 [L]  bytes from the host memory's start to the layer's row 0
     host_row_stride  int64 [L]  bytes between a layer's rows of consecutive tokens
@@ -109,7 +111,7 @@ def read_pages(
     block_size: int,
     block_stride_bytes: int,
 ) -> None:
-    """Copies whole pages from the host to the device: `write_pages` in the other direction, `pool` updated."""
+    """Copies whole pages from the host to the device: `write_pages` the other way round, `pool` updated."""
     sizes = (row_bytes, block_size, block_stride_bytes)
     layers = (layer_offset, layer_part, host_offset, host_row_stride)
     _check_pages("read_pages", pool, host, page_blocks, host_blocks, layers, sizes)
@@ -131,9 +133,9 @@ def gather_pages(
 ) -> None:
     """Brings one layer's pages together, from wherever each is, for a prefill that reads them all.
 
-    staging        uint8 [>= n * block_size, row_bytes]  page i goes to rows i * block_size on; the rest is untouched
+    staging        uint8 [>= n * block_size, row_bytes]  page i goes to rows i * block_size on
     device_blocks  int32 [n]  block of the layer's part, -1: take the page from the host
-    host_blocks    int32 [n]  host block; a page that is on neither side leaves its rows untouched
+    host_blocks    int32 [n]  host block; a page that is on neither side leaves its rows alone
     pool, host and the rest as in `write_pages`, with the layer's own offsets and stride
 
     Raises ValueError on a wrong dtype, shape, device or layout, LibraryError when no library is loaded.
@@ -148,8 +150,8 @@ def gather_pages(
     check("staging", staging, UINT8, ("n * block_size+", row_bytes))
     require_loaded()
     torch.ops.hisparse.gather_pages(
-        pool, host, staging, device_blocks, host_blocks, layer_offset, host_offset, host_row_stride, row_bytes,
-        block_size, block_stride_bytes,
+        pool, host, staging, device_blocks, host_blocks, layer_offset, host_offset, host_row_stride,
+        row_bytes, block_size, block_stride_bytes,
     )  # fmt: skip
 
 

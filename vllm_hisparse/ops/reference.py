@@ -1,7 +1,7 @@
-"""The ops in plain PyTorch: slow, and meant to be read. The C++ and CUDA kernels are tested against it bit by bit.
+"""The ops in plain PyTorch: slow, and meant to be read. The C++ and CUDA kernels are tested against it.
 
-Arguments are those of the wrappers of the same name in `resolve.py` and `pages.py`, which document them. Any device
-works; every call synchronises.
+Arguments are those of the wrappers of the same name in `regions.py` and `pages.py`, which document them. Any
+device works; every call synchronises.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,9 @@ GAIN = (
 def lrfu_touch(key: int, clock: int) -> int:
     """Key after one more reference at step `clock`; `key` 0 means none before.
 
-    A reference made d steps ago weighs 2**(-d / 16). The key is the base-2 logarithm of the sum of the weights, seen
-    from step 0 instead of from now, in units of 1/16: it does not change while nothing is referenced.
+    A reference made d steps ago weighs 2**(-d / 16). The key is the base-2 logarithm of the sum of the weights,
+    seen from step 0 instead of from now, in 1/16: it does not change while nothing is referenced. (LRFU, Lee
+    et al. 2001, in fixed point.)
     """
     now = clock + BIAS
     distance = abs(key - now)
@@ -126,8 +127,8 @@ def _place(
 ) -> tuple[int, list[tuple[int, int]]]:
     """One step of one region: touches the hits and gives the misses slots.
 
-    Returns the number of hits and (position, slot) of each row to load. State: slot_of [max_positions], position_of
-    and key [max_slots].
+    Returns the number of hits and (position, slot) of each row to load. State: slot_of [max_positions],
+    position_of and key [max_slots].
     """
     held = {p: int(slot_of[p]) for p in wanted}
     hit_slots = {slot for slot in held.values() if slot >= 0}

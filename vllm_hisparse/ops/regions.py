@@ -1,7 +1,8 @@
 """Ops on hot regions: `resolve` in every decode step, `forget` between steps.
 
-All work in place on tensors that the caller owns, on the current stream of their device, without an allocation or a
-synchronisation, and may be captured in a CUDA graph. Nothing is checked that would need a device value.
+All work in place on tensors that the caller owns, on the current stream of their device, without an
+allocation or a synchronisation, and may be captured in a CUDA graph. Nothing that would need a device value is
+checked.
 """
 
 from collections.abc import Sequence
@@ -24,11 +25,11 @@ class Policy(IntEnum):
     LRU = 0
     """The reference: least recently used; a step's hits are newer than the rows it loads."""
     LRFU = 1
-    """Recency and frequency: a reference weighs 2^(-1/16) less every step. A row's history outlives its eviction."""
+    """Recency and frequency: a reference loses 4 % of its weight a step; history outlives an eviction."""
 
 
 class Counter(IntEnum):
-    """Entries of `counters`. Hits and misses are distinct positions of a request and step; the rest as said."""
+    """Entries of `counters`. Hits, misses and overflow count distinct positions of a request and step."""
 
     HITS = 0
     MISSES = 1
@@ -68,21 +69,22 @@ def resolve(
 ) -> None:
     """Turns a step's selection into physical rows, for one index group.
 
-    A position on a resident page gives its row there. One whose page is only on the host gives a row of the request's
-    hot region: where it already lies in a slot (hit), or in a slot that another position gives up (miss), whose read
-    from the host is planned for `fetch`. No row that this step reads gives way, for any query row of the request.
+    A position on a resident page gives its row there. One whose page is only on the host gives a row of the
+    request's hot region: where it already lies in a slot (hit), or in a slot that another position gives up
+    (miss), whose read from the host is planned for `fetch`. No row that this step reads gives way, for any
+    query row of the request.
 
     Selection and outputs, T query rows of R batch rows, K positions each:
-        topk          int32 [T, K]  logical positions; outside [0, max_pages * block_size): padding; repeats allowed
+        topk          int32 [T, K]  logical positions; outside 0 .. max_pages * block_size - 1: padding
         query_start   int32 [R + 1]  batch row r has the query rows query_start[r] .. query_start[r + 1] - 1
-        rows          int32 [len(parts), T, K]  out: block * block_stride_rows + offset; -1: padding or not available
+        rows          int32 [len(parts), T, K]  out: block * block_stride_rows + offset; -1: not available
         counts        int32 [T]  out: available entries of each query row
     Tables, read only:
-        resident      int32 [engine parts, max_requests, max_pages]  device block of a page, -1: not on the device
+        resident      int32 [engine parts, max_requests, max_pages]  device block, -1: none
         host          int32 [max_requests, max_pages]  host block of a page, -1: none
-        hot           int32 [engine parts, num_regions, max_hot_blocks]  device blocks of a region in slot order
+        hot           int32 [engine parts, num_regions, max_hot_blocks]  blocks in slot order
         hot_rows      int32 [num_regions]  usable slots, at most max_slots; 0: none
-        row_request   int32 [>= R]  request of a batch row, -1: none (its outputs are -1); no two rows share a request
+        row_request   int32 [>= R]  request of a batch row, -1: none; no two rows share one
         hot_region    int32 [max_requests]  region of a request, -1: none; no two requests share a region
     State of the index group, updated (initially -1, -1, EMPTY_KEY, 0; slots from hot_rows on must be empty):
         slot_of       int16 [num_regions, max_positions]  slot of a position; negative: in no slot
@@ -95,8 +97,9 @@ def resolve(
         plan_count    int32 [>= R]  entries of each batch row; 0 from R on
         counters      int64 [8]  added to, by `Counter`
 
-    `parts` names the engine parts that hold the group's layers, one plane of `rows` each. A batch row with more than
-    max_query_rows query rows (prefill) or without a region gets resident rows only, and leaves its region alone.
+    `parts` names the engine parts that hold the group's layers, one plane of `rows` each. A batch row with
+    more than max_query_rows query rows (prefill) or without a region gets resident rows only, and leaves its
+    region alone.
 
     Raises ValueError on a wrong dtype, shape, device or layout, LibraryError when no library is loaded.
     """
@@ -121,9 +124,9 @@ def resolve(
     _check_sizes(check.extents, parts, block_size, max_query_rows)
     require_loaded()
     torch.ops.hisparse.resolve(
-        topk, query_start, rows, counts, resident, host, hot, hot_rows, row_request, hot_region, slot_of, position_of,
-        key, clock, plan_host_row, plan_slot, plan_count, counters, list(parts), block_size, block_stride_rows,
-        max_query_rows, int(policy),
+        topk, query_start, rows, counts, resident, host, hot, hot_rows, row_request, hot_region, slot_of,
+        position_of, key, clock, plan_host_row, plan_slot, plan_count, counters, list(parts), block_size,
+        block_stride_rows, max_query_rows, int(policy),
     )  # fmt: skip
 
 
@@ -138,11 +141,11 @@ def forget(
 ) -> None:
     """Drops rows of hot regions between steps, for one index group.
 
-    For each i, region regions[i] forgets every slot from first_slot[i] on (a shrink: the new size) and every position
-    from first_position[i] on, in a slot or evicted (a rewritten tail). first_slot 0 resets the region, clock included,
-    for its next request. Pass max_slots and max_positions for "none".
+    For each i, region regions[i] forgets every slot from first_slot[i] on (a shrink: the new size) and every
+    position from first_position[i] on, in a slot or evicted (a rewritten tail). first_slot 0 resets the
+    region, clock included, for its next request. Pass max_slots and max_positions for "none".
 
-    State as in `resolve`; regions, first_slot, first_position: int32 [m], on the state's device, no region twice.
+    State as in `resolve`; regions, first_slot, first_position: int32 [m], on its device, no region twice.
     Raises ValueError and LibraryError as `resolve` does.
     """
     check = ShapeCheck("forget", slot_of.device)
@@ -171,20 +174,20 @@ def _check_sizes(extents: dict[str, int], parts: Sequence[int], block_size: int,
     """What the extents of different tensors owe each other."""
     if not 1 <= len(parts) <= MAX_PARTS or not all(0 <= part < extents["engine_parts"] for part in parts):
         raise ValueError(
-            f"resolve: got parts {list(parts)}; need 1 .. {MAX_PARTS} numbers below {extents['engine_parts']} because "
-            "each names a plane of resident and hot"
+            f"resolve: got parts {list(parts)}; need 1 .. {MAX_PARTS} below {extents['engine_parts']} "
+            "because each names a plane of resident and hot"
         )
     num_positions = extents["max_pages"] * block_size
     if extents["max_positions"] < num_positions:
         raise ValueError(
-            f"resolve: got max_positions {extents['max_positions']}; need {num_positions} = max_pages * block_size "
-            "because every position that the tables know may be selected"
+            f"resolve: got max_positions {extents['max_positions']}; need {num_positions} = max_pages * "
+            "block_size because every position that the tables know may be selected"
         )
     max_slots = extents["max_slots"]
     if not max_slots <= min(MAX_SLOTS, extents["max_hot_blocks"] * block_size):
         raise ValueError(
-            f"resolve: got max_slots {max_slots}; need at most {MAX_SLOTS}, which an int16 can name, and at most "
-            f"{extents['max_hot_blocks'] * block_size} = max_hot_blocks * block_size, which the blocks can hold"
+            f"resolve: got max_slots {max_slots}; need at most {MAX_SLOTS} because a slot number is an int16, "
+            f"and {extents['max_hot_blocks'] * block_size} because max_hot_blocks * block_size rows hold them"
         )
     capacity = min(max_query_rows * extents["K"], max_slots)
     if extents["capacity"] < capacity:
