@@ -229,7 +229,7 @@ def _hot_rows(size: int | None, cap: int | None, top_k: int, verify_rows: int) -
             raise user_error(
                 got=f"{name}={rows}",
                 need=f"{floor} to {MAX_HOT_ROWS}",
-                because=f"a step may select {verify_rows} x top-k {top_k} rows, in the region all at once, and "
+                because=f"a step may select {verify_rows} x top-k {top_k} rows, in the region at once, and "
                 "slots are int16",
             )
     start = size if size is not None else min(floor + top_k, MAX_HOT_ROWS if cap is None else cap)
