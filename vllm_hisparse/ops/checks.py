@@ -34,6 +34,9 @@ class ShapeCheck:
             and all(self._fits(got, extent) for got, extent in zip(tensor.shape, shape, strict=True))
             and tensor.is_contiguous()
         ):
+            for got, extent in zip(tensor.shape, shape, strict=True):
+                if isinstance(extent, str) and not extent.endswith("+"):
+                    self.extents.setdefault(extent, got)
             return
         need = ", ".join(self._describe(extent) for extent in shape)
         layout = "" if tensor.is_contiguous() else f" with strides {tuple(tensor.stride())}"
@@ -54,7 +57,7 @@ class ShapeCheck:
             return got == extent
         if extent.endswith("+"):
             return got >= self.extents[extent[:-1]]
-        return got == self.extents.setdefault(extent, got)
+        return got == self.extents.get(extent, got)
 
     def _describe(self, extent: str | int) -> str:
         if isinstance(extent, int):

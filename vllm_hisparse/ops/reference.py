@@ -25,9 +25,9 @@ GAIN = (
 def lrfu_touch(key: int, clock: int) -> int:
     """Key after one more reference at step `clock`; `key` 0 means none before.
 
-    A reference made d steps ago weighs 2**(-d / 16). The key is the base-2 logarithm of the sum of the weights,
-    seen from step 0 instead of from now, in 1/16: it does not change while nothing is referenced. (LRFU, Lee
-    et al. 2001, in fixed point.)
+    A reference made d steps ago weighs 2**(-d / 16). The key is the base-2 logarithm of the sum of the
+    weights, seen from step 0 instead of from now, in 1/16: it does not change while nothing is referenced.
+    (LRFU, Lee et al. 2001, in fixed point.)
     """
     now = clock + BIAS
     distance = abs(key - now)

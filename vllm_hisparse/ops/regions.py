@@ -1,8 +1,7 @@
 """Ops on hot regions: `resolve` in every decode step, `forget` between steps.
 
 All work in place on tensors that the caller owns, on the current stream of their device, without an
-allocation or a synchronisation, and may be captured in a CUDA graph. Nothing that would need a device value is
-checked.
+allocation or a synchronisation, and may be captured in a CUDA graph. No check needs a device value.
 """
 
 from collections.abc import Sequence
@@ -186,8 +185,8 @@ def _check_sizes(extents: dict[str, int], parts: Sequence[int], block_size: int,
     max_slots = extents["max_slots"]
     if not max_slots <= min(MAX_SLOTS, extents["max_hot_blocks"] * block_size):
         raise ValueError(
-            f"resolve: got max_slots {max_slots}; need at most {MAX_SLOTS} because a slot number is an int16, "
-            f"and {extents['max_hot_blocks'] * block_size} because max_hot_blocks * block_size rows hold them"
+            f"resolve: got max_slots {max_slots}; need at most {MAX_SLOTS} for int16 slot numbers, "
+            f"and {extents['max_hot_blocks'] * block_size} because that many rows fit max_hot_blocks"
         )
     capacity = min(max_query_rows * extents["K"], max_slots)
     if extents["capacity"] < capacity:

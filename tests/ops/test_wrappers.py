@@ -1,0 +1,190 @@
+"""What surrounds the kernels: errors that say what is wrong, loading, schemas, and torch.compile."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ops.case import Geometry, Outputs, State, assert_same, random_step, random_tables
+from vllm_hisparse import ops
+from vllm_hisparse.ops import load
+
+
+def resolve_arguments() -> dict[str, object]:
+    random = np.random.default_rng(0)
+    geometry = Geometry()
+    step = random_step(geometry, random)
+    outputs = Outputs.poisoned(geometry, len(step.topk), len(step.row_request), 1)
+    return {
+        **vars(step),
+        **vars(random_tables(geometry, random)),
+        **vars(State.empty(geometry)),
+        **vars(outputs),
+        "parts": [0],
+        "block_size": geometry.block_size,
+        "block_stride_rows": geometry.block_stride_rows,
+        "max_query_rows": geometry.max_query_rows,
+        "policy": 1,
+    }
+
+
+def in_schema_order(arguments: dict[str, object]) -> list[object]:
+    return [arguments[argument.name] for argument in torch.ops.hisparse.resolve.default._schema.arguments]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("topk", torch.zeros(3, 8, dtype=torch.int64), r"got topk torch.int64 \[3, 8\].*need torch.int32"),
+        ("host", torch.zeros(4, 17, dtype=torch.int32), r"got host .*\[max_requests = 4, max_pages = 16\]"),
+        ("slot_of", torch.zeros(3, 128, dtype=torch.int32), r"slot_of torch.int32.*need torch.int16"),
+        ("slot_of", torch.zeros(3, 127, dtype=torch.int16), r"max_positions 127; need 128"),
+        ("key", torch.zeros(40, 3, dtype=torch.int32).T, r"key .* with strides .* contiguous"),
+        ("plan_count", torch.zeros(0, dtype=torch.int32), r"plan_count .*need torch.int32 \[R >= "),
+        ("counters", torch.zeros(7, dtype=torch.int64), r"counters .*need torch.int64 \[8\]"),
+        ("hot_region", torch.zeros(4, dtype=torch.int32, device="meta"), r"hot_region .* on meta; need"),
+        ("parts", [2], r"parts \[2\]; need 1 .. 4 below 2"),
+        ("parts", [], r"parts \[\]; need"),
+        ("block_size", 0, r"block_size 0; need 1"),
+        ("max_query_rows", -1, r"max_query_rows -1; need 1"),
+    ],
+)  # fmt: skip
+def test_resolve_says_what_is_wrong(name: str, value: object, words: str) -> None:
+    arguments = resolve_arguments()
+    arguments[name] = value
+    if name == "parts":
+        arguments["rows"] = torch.zeros(len(value), *arguments["rows"].shape[1:], dtype=torch.int32)
+    with pytest.raises(ValueError, match=words):
+        ops.resolve(**arguments)
+
+
+def test_resolve_needs_room_for_a_cold_step() -> None:
+    arguments = resolve_arguments()
+    for name in ("plan_host_row", "plan_slot"):
+        arguments[name] = arguments[name][:, :7].contiguous()
+    with pytest.raises(ValueError, match="got a plan for 7 misses a batch row; need 32"):
+        ops.resolve(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("slot_of", torch.zeros(3, 128, dtype=torch.int32), "slot_of: got dtype Int; need Short"),
+        ("clock", torch.zeros(2, dtype=torch.int32), "clock"),
+        ("slot_of", torch.zeros(3, 127, dtype=torch.int16), "max_positions"),
+        ("parts", [0, 1, 0, 1, 0], "parts: got 5"),
+        ("policy", 2, "policy: got 2"),
+    ],
+)
+def test_the_library_checks_too(name: str, value: object, words: str) -> None:
+    arguments = resolve_arguments()
+    arguments[name] = value
+    with pytest.raises(RuntimeError, match=words):
+        torch.ops.hisparse.resolve(*in_schema_order(arguments))
+
+
+def test_fetch_and_pages_say_what_is_wrong() -> None:
+    pool, host = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    blocks, offsets = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    layers = (offsets, torch.zeros(1, dtype=torch.int32), offsets, offsets)
+    with pytest.raises(
+        ValueError, match=r"write_pages: got page_blocks .*need torch.int32 \[engine_parts, n = 2\]"
+    ):
+        ops.write_pages(pool, host, blocks.view(2, 1), blocks, *layers, 8, 2, 16)
+    with pytest.raises(ValueError, match=r"read_pages: got host torch.int8"):
+        ops.read_pages(pool, host.to(torch.int8), blocks.view(1, 2), blocks, *layers, 8, 2, 16)
+    with pytest.raises(
+        ValueError, match=r"gather_pages: got staging .*need torch.uint8 \[n \* block_size >= 4, 8\]"
+    ):
+        ops.gather_pages(pool, host, host.view(8, 8)[:3], blocks, blocks, 0, 0, 8, 8, 2, 16)
+    with pytest.raises(ValueError, match=r"forget: got first_slot .*need torch.int32 \[m = 2\]"):
+        ops.forget(*vars(State.empty(Geometry())).values(), blocks, blocks[:1], blocks)
+
+
+def test_schemas_tell_what_is_written() -> None:
+    torch.library.opcheck(
+        torch.ops.hisparse.resolve.default,
+        tuple(in_schema_order(resolve_arguments())),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_compiles_without_a_graph_break() -> None:
+    arguments, want = resolve_arguments(), resolve_arguments()
+    torch.compile(ops.resolve, fullgraph=True, backend="aot_eager")(**arguments)
+    ops.reference.resolve(**want)
+    for name in ("rows", "counts", "slot_of", "key", "plan_slot"):
+        assert torch.equal(arguments[name], want[name]), name
+
+
+def test_loading_twice_is_loading_once() -> None:
+    ops.load_library("cpu")
+    assert ops.is_loaded("cpu")
+
+
+def test_an_op_before_loading_is_an_error() -> None:
+    code = (
+        "import sys, torch\n"
+        "from vllm_hisparse import ops\n"
+        "assert not ops.is_loaded()\n"
+        "empty = torch.zeros(0, dtype=torch.int32)\n"
+        "try:\n"
+        "    ops.forget(torch.zeros(1, 1, dtype=torch.int16), empty.view(1, 0), empty.view(1, 0),\n"
+        "               torch.zeros(1, dtype=torch.int32), empty, empty, empty)\n"
+        "except ops.LibraryError as error:\n"
+        "    sys.exit('load_library' not in str(error))\n"
+        "sys.exit(2)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_missing_cuda_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(load.LibraryError, match=r"torch without CUDA.*vllm-hisparse 0.*torch 2.*CUDA none"):
+        ops.load_library("cuda")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setitem(load.LIBRARY_OF, "cuda", "_C_absent.abi3.so")
+    with pytest.raises(load.LibraryError, match=r"_C_absent.abi3.so; need a wheel .*build_cuda.*CUDA 13.0"):
+        ops.load_library("cuda")
+
+
+def test_a_missing_symbol_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(_path: str) -> None:
+        raise OSError("could not load") from OSError("/x.so: undefined symbol: torch_from_the_future")
+
+    library = tmp_path / "x.so"
+    library.touch()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setitem(load.LIBRARY_OF, "cuda", str(library))
+    monkeypatch.setattr(torch.ops, "load_library", refuse)
+    with pytest.raises(load.LibraryError, match="lacks the symbol torch_from_the_future"):
+        ops.load_library("cuda")
+
+
+def test_a_torch_below_the_floor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cu130")
+    with pytest.raises(load.LibraryError, match=r"got torch 2.10.1\+cu130; need >= 2.11"):
+        load._open("cpu")
+
+
+def test_the_library_uses_the_stable_interface_only() -> None:
+    library = Path(load.__file__).parents[1] / load.LIBRARY_OF["cpu"]
+    symbols = subprocess.run(
+        ["nm", "-D", "--undefined-only", str(library)], check=True, capture_output=True, text=True
+    ).stdout.split()
+    torch_symbols = [name for name in symbols if "torch" in name or "c10" in name or "at6" in name]
+    assert torch_symbols
+    assert all(name.startswith(("aoti_torch_", "torch_")) for name in torch_symbols)
+
+
+def test_results_do_not_depend_on_the_way_in() -> None:
+    arguments, direct = resolve_arguments(), resolve_arguments()
+    ops.resolve(**arguments)
+    torch.ops.hisparse.resolve(*in_schema_order(direct))
+    names = [f.name for f in fields(Outputs)]
+    got, want = (Outputs(**{name: found[name] for name in names}) for found in (arguments, direct))
+    assert_same(got, want)
