@@ -17,10 +17,9 @@ DEFAULT_POLICY = "lrfu"
 DEFAULT_HOT_FACTOR = 4  # cap of an elastic hot region, in multiples of top_k
 MAX_HOT_ROWS = 1 << 15  # slots are int16
 MAX_INDEXER_PAGES = 16
-# Connectors that can stand beside indexer blocks of several pages: OffloadingConnector copies each layer's
-# share of a block, and our shares tile the block. Others (NIXL, Mooncake) move a layer's page of one kernel
-# block.
-BLOCKWISE_CONNECTORS = frozenset({CONNECTOR, MULTI_CONNECTOR, "OffloadingConnector"})
+# Connectors that go with indexer blocks of several pages: others move a layer's page of a kernel block.
+# OffloadingConnector joins them once the worker registers views of the layers' shares (planning/specs.py).
+BLOCKWISE_CONNECTORS = frozenset({CONNECTOR, MULTI_CONNECTOR})
 GIB = 1 << 30
 MIB = 1 << 20
 

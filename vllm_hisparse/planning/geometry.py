@@ -11,12 +11,13 @@ The stride is the widest of them; what the others leave empty is padding. Pure i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_hisparse.config import user_error
 
 ROW_ALIGNMENT = 16  # bytes: 128-bit loads, and TMA's rule for strides and base addresses
-DEFAULT_PADDING_BAR = 0.05
+PADDING_BAR = 0.05
+TYPICAL_PAGES = (1024, 64)  # a request of 64K tokens with 4096 hot rows, at 64 tokens a page
 
 
 def ceil_div(value: int, divisor: int) -> int:
@@ -97,6 +98,20 @@ class Geometry:
         return self.indexer_pages * self.shape.page_tokens
 
     @property
+    def indexer_share_bytes(self) -> int:
+        """Bytes of an indexer block that each indexer layer stands for when the block is saved as a whole.
+
+        A page in blocks of one page. In larger blocks a layer's pages lie apart; then the layers' shares,
+        one after the other from the block's start, together cover every page of every layer.
+        """
+        shape = self.shape
+        if self.indexer_pages == 1:
+            return shape.indexer_page_bytes
+        keys_of_a_page = shape.num_indexer_layers * shape.indexer_page_bytes
+        end_of_keys = (self.indexer_pages - 1) * self.indexer_stride_bytes + keys_of_a_page
+        return round_up(ceil_div(end_of_keys, shape.num_indexer_layers), ROW_ALIGNMENT)
+
+    @property
     def resident_padding(self) -> float:
         """Share of the bytes of a page's blocks that no row uses; the same for hot blocks."""
         return 1 - self.shape.num_layers * self.shape.page_bytes / (self.num_parts * self.block_stride_bytes)
@@ -107,45 +122,90 @@ class Geometry:
         used = self.indexer_pages * self.shape.num_indexer_layers * self.shape.indexer_page_bytes
         return 1 - used / self.block_stride_bytes
 
+
+@dataclass(frozen=True)
+class Padding:
+    """Bytes of the blocks that a request holds, and bytes of them that hold rows and keys; no tail blocks.
+
+    `resident`: all pages on the device. `backed`: indexer keys and a hot region on the device.
+    """
+
+    num_tokens: int
+    num_hot_rows: int
+    resident_held_bytes: int
+    resident_used_bytes: int
+    backed_held_bytes: int
+    backed_used_bytes: int
+
     @property
-    def worst_padding(self) -> float:
-        return max(self.resident_padding, self.indexer_padding)
+    def resident(self) -> float:
+        """Share of a resident request's bytes that is padding."""
+        return 1 - self.resident_used_bytes / self.resident_held_bytes
+
+    @property
+    def backed(self) -> float:
+        """Share of a host-backed request's bytes that is padding."""
+        return 1 - self.backed_used_bytes / self.backed_held_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"padding: {self.resident:.1%} of a resident request's blocks, {self.backed:.1%} of a host-backed"
+            f" one's ({self.num_tokens} tokens, {self.num_hot_rows} hot rows)"
+        )
+
+
+def request_padding(geometry: Geometry, num_tokens: int, hot_blocks: int) -> Padding:
+    """Padding of a request of `num_tokens` tokens, whole indexer blocks counted, and `hot_blocks` a part."""
+    shape, stride = geometry.shape, geometry.block_stride_bytes
+    indexer_blocks = max(1, num_tokens // geometry.indexer_block_tokens)
+    num_pages = indexer_blocks * geometry.indexer_pages
+    keys = num_pages * shape.num_indexer_layers * shape.indexer_page_bytes
+    rows_of_a_page = shape.num_layers * shape.page_bytes
+    return Padding(
+        num_tokens=num_pages * shape.page_tokens,
+        num_hot_rows=hot_blocks * shape.page_tokens,
+        resident_held_bytes=stride * (indexer_blocks + geometry.num_parts * num_pages),
+        resident_used_bytes=keys + rows_of_a_page * num_pages,
+        backed_held_bytes=stride * (indexer_blocks + geometry.num_parts * hot_blocks),
+        backed_used_bytes=keys + rows_of_a_page * hot_blocks,
+    )
 
 
 def make_geometry(shape: Shape, num_parts: int, indexer_pages: int) -> Geometry:
     """The narrowest block for `num_parts` nearly equal parts and `indexer_pages` pages an indexer block.
 
     The stride is a multiple of the row (rows are addressed as block * stride_rows + offset) and of
-    `indexer_pages * ROW_ALIGNMENT` (indexer pages start aligned).
+    `indexer_pages * ROW_ALIGNMENT` (indexer pages start aligned), and holds the indexer layers' shares.
     """
     small, larger = divmod(shape.num_layers, num_parts)
     part_layers = tuple(small + (part < larger) for part in range(num_parts))
-    widest = max(
-        part_layers[0] * shape.page_bytes, indexer_pages * shape.num_indexer_layers * shape.indexer_page_bytes
-    )
-    stride = round_up(widest, math.lcm(shape.row_bytes, indexer_pages * ROW_ALIGNMENT))
-    return Geometry(shape, stride, part_layers, indexer_pages)
+    keys = indexer_pages * shape.num_indexer_layers * shape.indexer_page_bytes
+    unit = math.lcm(shape.row_bytes, indexer_pages * ROW_ALIGNMENT)
+    stride = round_up(max(part_layers[0] * shape.page_bytes, keys), unit)
+    geometry = Geometry(shape, stride, part_layers, indexer_pages)
+    while shape.num_indexer_layers * geometry.indexer_share_bytes > geometry.block_stride_bytes:
+        geometry = replace(geometry, block_stride_bytes=geometry.block_stride_bytes + unit)
+    return geometry
 
 
-def choose_geometry(
-    shape: Shape, max_indexer_pages: int, padding_bar: float = DEFAULT_PADDING_BAR
-) -> Geometry:
-    """Fewest indexer pages, then fewest parts, with all blocks within `padding_bar`; else least padding.
+def choose_geometry(shape: Shape, max_indexer_pages: int, bar: float = PADDING_BAR) -> Geometry:
+    """Fewest indexer pages, then fewest parts, with the padding of every kind of block within `bar`.
 
-    Fewer indexer pages: finer prefix hits and less waste at a request's tail. Fewer parts: fewer tables and
-    longer runs of rows. Looks at every pair of the two: num_layers * max_indexer_pages of them.
+    Where there is none: the least padding of a typical request. Fewer indexer pages make finer prefix hits and
+    waste less at a request's tail; fewer parts make fewer tables and longer runs of rows. Looks at every pair of
+    the two: num_layers * max_indexer_pages of them.
     """
     candidates = [
         make_geometry(shape, num_parts, pages)
         for pages in range(1, max_indexer_pages + 1)
         for num_parts in range(1, shape.num_layers + 1)
     ]
-    return min(
-        candidates,
-        key=lambda g: (
-            g.worst_padding > padding_bar,
-            0 if g.worst_padding <= padding_bar else g.worst_padding,
-            g.indexer_pages,
-            g.num_parts,
-        ),
-    )
+    return min(candidates, key=lambda g: (_excess_padding(g, bar), g.indexer_pages, g.num_parts))
+
+
+def _excess_padding(geometry: Geometry, bar: float) -> float:
+    if max(geometry.resident_padding, geometry.indexer_padding) <= bar:
+        return 0.0
+    pages, hot_blocks = TYPICAL_PAGES
+    padding = request_padding(geometry, pages * geometry.shape.page_tokens, hot_blocks)
+    return max(padding.resident, padding.backed)

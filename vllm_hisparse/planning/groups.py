@@ -44,10 +44,7 @@ def kv_cache_groups(
     if plan is None:
         plan = make_plan(source, indexer, HiSparseConfig.from_vllm_config(vllm_config).max_indexer_pages)
     source = {name: replace(spec, block_stride_alignment=None) for name, spec in source.items()}
-    indexer = {
-        name: _indexer_spec(spec, plan, share)
-        for (name, spec), share in zip(indexer.items(), plan.indexer_shares, strict=True)
-    }
+    indexer = {name: _indexer_spec(spec, plan) for name, spec in indexer.items()}
     return [
         KVCacheGroupSpec(list(source), _uniform(source), host_resident=True, role=cast(Any, SOURCE_ROLE)),
         KVCacheGroupSpec(list(indexer), _uniform(indexer), role=KVCacheGroupRole.HISPARSE_INDEXER),
@@ -137,14 +134,14 @@ def _existing_plan(specs: Iterable[KVCacheSpec]) -> LayerPlan | None:
     return next((spec.plan for spec in specs if isinstance(spec, ResidentSpec)), None)
 
 
-def _indexer_spec(spec: MLAAttentionSpec, plan: LayerPlan, share_bytes: int) -> MLAAttentionSpec:
+def _indexer_spec(spec: MLAAttentionSpec, plan: LayerPlan) -> MLAAttentionSpec:
     if plan.indexer_pages == 1:
         return replace(spec, block_stride_alignment=None)
     kept = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
     kept |= {
         "block_size": plan.page_tokens * plan.indexer_pages,
         "block_stride_alignment": None,
-        "share_bytes": share_bytes,
+        "share_bytes": plan.indexer_share_bytes,
     }
     return IndexerSpec(**kept)
 

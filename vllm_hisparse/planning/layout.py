@@ -83,16 +83,18 @@ class LayerPlan:
             index * self.geometry.shape.indexer_page_bytes for index in range(len(self.indexer_layers))
         )
 
-    @cached_property
-    def indexer_shares(self) -> tuple[int, ...]:
-        """Bytes of a block that each indexer layer answers for, aligned with `indexer_layers`.
+    @property
+    def indexer_share_bytes(self) -> int:
+        """Bytes of an indexer block that each indexer layer stands for when a connector saves blocks."""
+        return self.geometry.indexer_share_bytes
 
-        One page each; in a block of several pages the last layer's share is all that follows.
+    @cached_property
+    def indexer_share_offset(self) -> tuple[int, ...]:
+        """Byte offset of each indexer layer's share inside a block, aligned with `indexer_layers`.
+
+        Differs from `indexer_offset` in blocks of several pages: views for connectors start here.
         """
-        page = self.geometry.shape.indexer_page_bytes
-        others = len(self.indexer_layers) - 1
-        last = page if self.indexer_pages == 1 else self.block_stride_bytes - others * page
-        return (page,) * others + (last,)
+        return tuple(index * self.indexer_share_bytes for index in range(len(self.indexer_layers)))
 
     @cached_property
     def group_parts(self) -> tuple[tuple[int, ...], ...]:

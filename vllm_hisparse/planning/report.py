@@ -7,8 +7,8 @@ from typing import Any
 from vllm_hisparse.config import GIB, MIB, HiSparseConfig
 
 from .bounds import Concurrency, admission_concurrency, request_blocks, steady_concurrency
+from .geometry import request_padding
 from .layout import Layout
-from .padding import request_padding
 
 ADVICE = {
     "device": "raise gpu_memory_utilization or lower max_model_len",
@@ -31,7 +31,7 @@ def startup_lines(vllm_config: Any, layout: Layout) -> list[str]:
 
 
 def steady_state(vllm_config: Any, layout: Layout, hot_blocks: int | None = None) -> Concurrency:
-    """Most requests of max_model_len that decode at a time with regions of `hot_blocks` (None: as granted)."""
+    """Most requests of max_model_len that decode at a time with regions of `hot_blocks`."""
     return steady_concurrency(
         request_blocks(vllm_config, layout),
         layout.num_device_blocks,
@@ -64,9 +64,9 @@ def _regions_line(vllm_config: Any, config: HiSparseConfig, layout: Layout) -> s
     state = request_blocks(vllm_config, layout).state_bytes
     page = layout.page_tokens
     return (
-        f"hot regions: {layout.num_regions} of {layout.floor_hot_blocks * page} to {layout.max_hot_rows} rows, "
-        f"{layout.start_hot_blocks * page} when granted (top-k {config.top_k} x {config.verify_rows} a step), "
-        f"policy {config.policy}, resolver state {state / MIB:.1f} MiB each, "
+        f"{layout.num_regions} hot regions of {layout.floor_hot_blocks * page} to {layout.max_hot_rows} rows,"
+        f" {layout.start_hot_blocks * page} when granted ({config.verify_rows} x top-k {config.top_k} a step);"
+        f" policy {config.policy}, resolver state {state / MIB:.1f} MiB each, "
         f"{layout.num_regions * state / MIB:.1f} MiB together"
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
@@ -17,7 +17,7 @@ SOURCE_ROLE = "hisparse_plugin_source"  # vLLM's own "hisparse_source" selects i
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResidentSpec(KVCacheSpec):  # type: ignore[misc]
+class ResidentSpec(KVCacheSpec):
     """Pages of one part in the device pool, laid out by the runtime.
 
     Hot regions are leased from the same pool with the same layout, outside any group. `block_size` is the
@@ -51,18 +51,15 @@ class ResidentSpec(KVCacheSpec):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexerSpec(MLAAttentionSpec):  # type: ignore[misc]
+class IndexerSpec(MLAAttentionSpec):
     """An indexer layer in blocks of several pages, which lie page by page: [pages][layers][page_tokens keys].
 
-    A layer's keys are not contiguous in a block then, but a connector that saves indexer blocks copies
-    `page_size_bytes` from the layer's offset on. So the layers' shares tile the block: one page for each
-    layer but the last, and all that follows for the last. A connector that copies every layer copies the
-    whole block.
+    A layer's keys are not contiguous in such a block, but a connector that saves indexer blocks copies
+    `page_size_bytes` of each layer's view. So this is the layer's share of the block, see
+    `Geometry.indexer_share_bytes`, and connectors get views that start at the shares.
     """
 
-    share_bytes: int = field(
-        compare=False
-    )  # layers stay equal: vLLM builds one set of metadata for equal specs
+    share_bytes: int
 
     @property
     def unpadded_page_size_bytes(self) -> int:
