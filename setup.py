@@ -122,7 +122,9 @@ class BuildWheel(bdist_wheel):
 
     def run(self) -> None:
         wish = os.environ.get("HISPARSE_CUDA")
-        if wish != "0" and (wish == "1" or nvcc_path() is not None):
+        if wish == "0":  # not even one that was built before
+            self.distribution.package_data[PACKAGE.name].remove(CUDA_LIBRARY)
+        elif wish == "1" or nvcc_path() is not None:
             self.run_command("build_cuda")
         super().run()
 
@@ -148,7 +150,7 @@ def cpu_library() -> Extension:
             *WARNINGS,
             f"-isystem{torch / 'include'}",
         ],
-        extra_link_args=["-Wl,--no-undefined"],
+        extra_link_args=["-Wl,--no-undefined", "-s"],
         language="c++",
         py_limited_api=True,
     )
