@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from .config import HiSparseConfig
+from .config import HiSparseConfig, read_options, validate_engine
 from .messages import Acknowledgement, encode
 from .planning.layout import layout_from
 
@@ -49,17 +49,32 @@ class HiSparseWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
-    """Takes the place of vLLM's connector of the same name. One instance a role; each uses one half of the methods."""
+    """Takes the place of vLLM's connector of the same name.
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    One instance a role; each uses one half of the methods.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.coordinator: HiSparseCoordinator | None = None  # scheduler role, once the cache manager is bound
         self.worker: HiSparseWorker | None = None  # worker role, once the KV caches are registered
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Blocks outermost: indexer, resident and hot blocks share one pool."""
+        """Blocks outermost: indexer, resident and hot blocks share one pool.
+
+        vLLM asks before it allocates KV memory, which makes this the place to refuse a configuration.
+        """
+        validate_engine(vllm_config)
         return "BLHNC"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """False. vLLM asks while it builds its configuration: unreadable options are refused there."""
+        read_options(extra_config)
+        return False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -91,11 +106,15 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         """A request arrived."""
         self._scheduler.requests[request.request_id] = request
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """Host pages are found by vLLM's own prefix lookup, not as external tokens."""
         return 0, False
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         """Nothing to add: the managers report allocations."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -152,7 +171,9 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is loaded layer by layer."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Nothing is saved layer by layer."""
 
     def wait_for_save(self) -> None:

@@ -1,14 +1,23 @@
 """What scheduler and workers tell each other: integers and tuples, no tensors.
 
-A request is named once, when it is bound to a request slot; afterwards both sides speak of the slot. Everything is a delta,
-and a step in which nothing changed sends the empty message, zero bytes.
+A request is named once, when it is bound to a request slot; afterwards both sides speak of the slot.
+Everything is a delta, and a step in which nothing changed sends the empty message, zero bytes.
 """
 
 from typing import NamedTuple
 
 import msgspec
 
-__all__ = ["Acknowledgement", "Binding", "Copy", "PageWrite", "RegionWrite", "StepMessage", "decode", "encode"]
+__all__ = [
+    "Acknowledgement",
+    "Binding",
+    "Copy",
+    "PageWrite",
+    "RegionWrite",
+    "StepMessage",
+    "decode",
+    "encode",
+]
 
 
 class Binding(NamedTuple):
@@ -19,7 +28,10 @@ class Binding(NamedTuple):
 
 
 class PageWrite(NamedTuple):
-    """New table entries of one page. A device block of -1: not readable on the device. A host block of -1: no host copy."""
+    """New table entries of one page.
+
+    A device block of -1: not readable on the device. A host block of -1: no host copy.
+    """
 
     slot: int
     page: int
@@ -48,7 +60,9 @@ class StepMessage(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
 
     unbind: tuple[str, ...] = ()  # requests that are gone (finished, aborted, preempted)
     bind: tuple[Binding, ...] = ()
-    wait: tuple[int, ...] = ()  # transfer ids whose copies the compute stream has to wait for: their blocks are in use again
+    wait: tuple[
+        int, ...
+    ] = ()  # transfer ids whose copies the compute stream has to wait for: their blocks are in use again
     regions: tuple[RegionWrite, ...] = ()
     pages: tuple[PageWrite, ...] = ()
     transfer_id: int = -1  # names the copies and returned regions of this message; -1: nothing to acknowledge
@@ -62,7 +76,9 @@ class StepMessage(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
 
 
 class Acknowledgement(msgspec.Struct, frozen=True, array_like=True):
-    """Workers to scheduler: how many ranks have enqueued and completed each transfer since the last acknowledgement."""
+    """Workers to scheduler: how many ranks have enqueued and completed each transfer since the last
+    acknowledgement.
+    """
 
     enqueued: dict[int, int] = {}
     completed: dict[int, int] = {}

@@ -6,18 +6,21 @@ from typing import Any
 
 from .ledger import LEDGER, MIN_VERSION, NEXT_UNSUPPORTED_VERSION, Seam
 
-__all__ = ["check_seam", "check_version", "install"]
+__all__ = ["UnsupportedError", "check_seam", "check_version", "install", "refuse"]
 
 CONNECTOR = "HiSparseConnector"
 _installed = False
 
 
+class UnsupportedError(RuntimeError):
+    """This vLLM is not one that the plugin binds to."""
+
+
 def install() -> None:
     """Register connector, specs and managers, and rebind the symbols of the ledger. Idempotent.
 
-    Raises:
-        RuntimeError: the vLLM version is not supported, or a symbol differs from what the ledger expects. Then nothing
-            has been rebound.
+    Raises UnsupportedError, and then nothing has been rebound, if the vLLM version is not supported or a
+    symbol is not what the ledger says.
     """
     global _installed
     if _installed:
@@ -30,23 +33,39 @@ def install() -> None:
     _installed = True
 
 
+def refuse(error: UnsupportedError) -> None:
+    """Make HiSparseConnector raise `error`; vLLM without it is left as it is.
+
+    vLLM's own connector does not take its place: whoever installed this package did not ask for another one.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    def load() -> Any:
+        raise error
+
+    KVConnectorFactory._registry[CONNECTOR] = load
+
+
 def check_version() -> tuple[int, int]:
-    """vLLM's (major, minor). Raises RuntimeError if the plugin does not support it."""
+    """vLLM's (major, minor). Raises UnsupportedError if the plugin does not support it."""
     import vllm
     from vllm import version as vllm_version
 
     release = tuple(int(part) for part in vllm_version.__version_tuple__[:2])
     if not MIN_VERSION <= release < NEXT_UNSUPPORTED_VERSION:
         low, high = (".".join(map(str, v)) for v in (MIN_VERSION, NEXT_UNSUPPORTED_VERSION))
-        raise RuntimeError(
-            f"got vLLM {vllm.__version__}; vllm-hisparse needs >= {low}, < {high} because it binds to internals that "
-            "other versions do not have: install a supported vLLM, or uninstall vllm-hisparse"
+        raise UnsupportedError(
+            f"got vLLM {vllm.__version__}; vllm-hisparse needs >= {low}, < {high} because it binds to "
+            "internals that other versions do not have: install a supported vLLM, or uninstall vllm-hisparse"
         )
     return release[0], release[1]
 
 
 def check_seam(seam: Seam, version: tuple[int, int]) -> Any:
-    """Our replacement for `seam`, once both signatures are what the ledger says. Raises RuntimeError otherwise."""
+    """Our replacement for `seam`, once both signatures are what the ledger says.
+
+    Raises UnsupportedError otherwise.
+    """
     theirs = getattr(importlib.import_module(seam.modules[version]), seam.symbol, None)
     module, attribute = seam.replacement.split(":")
     ours = getattr(importlib.import_module(f"vllm_hisparse.{module}"), attribute)
@@ -55,7 +74,7 @@ def check_seam(seam: Seam, version: tuple[int, int]) -> Any:
         if got != seam.parameters:
             import vllm
 
-            raise RuntimeError(
+            raise UnsupportedError(
                 f"vLLM {vllm.__version__}: {owner} {seam.modules[version]}.{seam.symbol} takes {got}; "
                 f"vllm-hisparse needs {seam.parameters} because {seam.why}"
             )
@@ -66,8 +85,8 @@ def _register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-    from ..planning.specs import SOURCE_ROLE, ResidentSpec
-    from ..scheduler.managers import ResidentManager, SourceManager
+    from vllm_hisparse.planning.specs import SOURCE_ROLE, ResidentSpec
+    from vllm_hisparse.scheduler.managers import ResidentManager, SourceManager
 
     # vLLM's own entry of that name goes first: register_connector refuses a name that is taken.
     KVConnectorFactory._registry.pop(CONNECTOR, None)

@@ -1,4 +1,5 @@
-"""Every private vLLM symbol that the plugin rebinds or relies on: what, why, which versions, when the entry can go.
+"""Every private vLLM symbol that the plugin rebinds or relies on: what, why, which versions, when the entry
+can go.
 
 `docs/compatibility.md` is generated from this table, `vllm-hisparse doctor` and `install` check it.
 """

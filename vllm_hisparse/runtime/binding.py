@@ -6,10 +6,11 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from .. import ops
-from ..config import HiSparseConfig
-from ..planning.layout import Layout, layout_from
-from ..planning.specs import ResidentSpec
+from vllm_hisparse import ops
+from vllm_hisparse.config import HiSparseConfig
+from vllm_hisparse.planning.layout import Layout, layout_from
+from vllm_hisparse.planning.specs import ResidentSpec
+
 from .index_group import HiSparseIndexGroup
 from .layer import LayerHandle
 from .runtime import HiSparseRuntime
@@ -20,7 +21,10 @@ _current: HiSparseRuntime | None = None
 
 
 def current_runtime() -> HiSparseRuntime:
-    """The runtime of this worker process. The connector exists before it and picks it up when caches are registered."""
+    """The runtime of this worker process.
+
+    The connector exists before it and picks it up when caches are registered.
+    """
     assert _current is not None, "the connector was asked to work before the KV caches were bound"
     return _current
 
@@ -33,7 +37,8 @@ def init_kv_cache(
     forward_context: dict[str, Any],
     block_tables: Any,
 ) -> dict[str, torch.Tensor]:
-    """Allocate both pools and bind every layer. Returns vLLM's view of each real layer's cache, by layer name.
+    """Allocate both pools and bind every layer. Returns vLLM's view of each real layer's cache, by layer
+    name.
 
     Raises ValueError if the model's index groups are not the ones that were planned.
     """
@@ -65,14 +70,14 @@ def init_kv_cache(
 
 
 def _index_groups(layout: Layout, forward_context: dict[str, Any]) -> list[HiSparseIndexGroup]:
-    groups = []
+    groups: list[HiSparseIndexGroup] = []
     for names in layout.index_groups:
         handles = [forward_context[name].hisparse_cache for name in names]
         found = {id(h.group): h.group for h in handles}
         if len(found) != 1 or [h.index for h in handles] != list(range(len(names))):
             raise ValueError(
-                f"got layers {list(names)} in index groups {[h.index for h in handles]}; need one group in layer order "
-                "because its layers' rows were planned side by side"
+                f"got layers {list(names)} in index groups {[h.index for h in handles]}; need one "
+                "group in layer order because its layers' rows were planned side by side"
             )
         groups.extend(found.values())
     return groups

@@ -22,8 +22,8 @@ FP8_DS_MLA = "fp8_ds_mla"
 class HiSparseIndexGroup(upstream.HiSparseMLAIndexGroup):
     """Resolves the leader's selection once; every layer of the group reads the result.
 
-    A subclass because vLLM tells sparse layers with HiSparse by this type; nothing of the base class runs. Its `caches`
-    holds our handles.
+    A subclass because vLLM tells sparse layers with HiSparse by this type; nothing of the base class runs.
+    Its `caches` holds our handles.
     """
 
     def __post_init__(self) -> None:
@@ -32,7 +32,7 @@ class HiSparseIndexGroup(upstream.HiSparseMLAIndexGroup):
     @property
     def handles(self) -> list[LayerHandle]:
         """The layers' handles, leader first."""
-        return self.caches  # type: ignore[no-any-return]
+        return self.caches
 
     def register_layer(
         self,
@@ -48,16 +48,20 @@ class HiSparseIndexGroup(upstream.HiSparseMLAIndexGroup):
         index = self.num_layers
         self.num_layers += 1
         packed = kv_cache_dtype == FP8_DS_MLA
-        dtype = torch.uint8 if packed else kv_cache_dtype_str_to_dtype(kv_cache_dtype, vllm_config.model_config)
+        dtype = (
+            torch.uint8 if packed else kv_cache_dtype_str_to_dtype(kv_cache_dtype, vllm_config.model_config)
+        )
         self.caches.append(LayerHandle(self, index, dtype, vllm_config.scheduler_config.max_num_seqs))
         return index
 
-    def cache(self, layer_index: int) -> LayerHandle:  # type: ignore[override]
+    def cache(self, layer_index: int) -> LayerHandle:
         """The layer's handle."""
         return self.handles[layer_index]
 
     def physical_kv_cache(self, layer_index: int) -> torch.Tensor:
-        """Contiguous [n, page_tokens, width] that the physical rows index, flattened over its first two dimensions."""
+        """Contiguous [n, page_tokens, width] that the physical rows index, flattened over its first two
+        dimensions.
+        """
         rows = self.handles[layer_index].runtime.hot.attention_cache
         assert rows is not None, "attention before the KV caches were bound"
         return rows
@@ -91,8 +95,8 @@ class HiSparseIndexGroup(upstream.HiSparseMLAIndexGroup):
     ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
         """Rows of prefills whose context is partly on the host, staged a few query rows at a time.
 
-        Yields (first row, end row, staged rows int32 [end - first, K] or -1, staging [m, width]); the staging area is
-        overwritten when the iterator advances.
+        Yields (first row, end row, staged rows int32 [end - first, K] or -1, staging [m, width]); the staging
+        area is overwritten when the iterator advances.
         """
         assert self.resolver is not None
         return self.resolver.staged_chunks(

@@ -32,7 +32,9 @@ class LayerHandle:
     Made with the model, before any memory exists; `bind` gives it its views.
     """
 
-    def __init__(self, group: "HiSparseIndexGroup", index: int, dtype: torch.dtype, max_num_reqs: int) -> None:
+    def __init__(
+        self, group: "HiSparseIndexGroup", index: int, dtype: torch.dtype, max_num_reqs: int
+    ) -> None:
         self.group = group
         self.index = index  # in the index group; 0 leads
         self.dtype = dtype

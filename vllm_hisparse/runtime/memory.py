@@ -2,7 +2,7 @@
 
 import torch
 
-from ..planning.layout import Layout
+from vllm_hisparse.planning.layout import Layout
 
 __all__ = ["LayerTable", "Memory"]
 
@@ -21,7 +21,10 @@ class LayerTable:
 
 
 class Memory:
-    """The device pool (uint8 [bytes], on the device) and the host pool (uint8 [bytes], pinned on CUDA). Owns both."""
+    """The device pool (uint8 [bytes], on the device) and the host pool (uint8 [bytes], pinned on CUDA).
+
+    Owns both.
+    """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout
@@ -37,7 +40,9 @@ class Memory:
         return self.host_pool[start : start + self.layout.num_host_rows * row_bytes].view(-1, row_bytes)
 
     def resident_rows(self, layer: int, dtype: torch.dtype) -> torch.Tensor:
-        """Contiguous [n, page_tokens, width] from the layer's first page on: flat row ids of the resolver index it."""
+        """Contiguous [n, page_tokens, width] from the layer's first page on: flat row ids of the resolver
+        index it.
+        """
         page = self.layout.page_bytes
         offset = self.layout.layer_offset[layer]
         num_pages = (self.device_pool.numel() - offset) // page
@@ -45,14 +50,18 @@ class Memory:
         return flat.view(num_pages, self.layout.page_tokens, -1)
 
     def resident_pages(self, layer: int, dtype: torch.dtype) -> torch.Tensor:
-        """Strided [device blocks, page_tokens, width]: the layer's page of every block, to be written by slot."""
+        """Strided [device blocks, page_tokens, width]: the layer's page of every block, to be written by
+        slot.
+        """
         rows = self.resident_rows(layer, dtype)
         width = rows.shape[-1]
         shape = (self.layout.num_device_blocks, self.layout.page_tokens, width)
         return rows.as_strided(shape, (self.layout.block_stride_rows * width, width, 1))
 
     def host_pages(self, layer: int, dtype: torch.dtype) -> torch.Tensor:
-        """Strided [host blocks, 1, page_tokens, width] view of a layer's host rows; rows are `host_row_stride` apart."""
+        """Strided [host blocks, 1, page_tokens, width] view of a layer's host rows; rows are
+        `host_row_stride` apart.
+        """
         layout = self.layout
         item = dtype.itemsize
         row = layout.host_row_stride[layer] // item
@@ -62,7 +71,9 @@ class Memory:
         return flat.as_strided(shape, strides, layout.host_offset[layer] // item)
 
     def indexer_pages(self, index: int) -> torch.Tensor:
-        """Strided uint8 [device blocks * indexer_pages, 1, page_tokens, row bytes] of an indexer layer's keys."""
+        """Strided uint8 [device blocks * indexer_pages, 1, page_tokens, row bytes] of an indexer layer's
+        keys.
+        """
         layout = self.layout
         page_bytes = layout.geometry.shape.indexer_page_bytes
         row = page_bytes // layout.page_tokens

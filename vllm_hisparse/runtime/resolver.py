@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import ops
+from vllm_hisparse import ops
+
 from .tables import SelectionState
 
 if TYPE_CHECKING:
@@ -17,7 +18,9 @@ __all__ = ["GroupResolver"]
 class GroupResolver:
     """Resolver state and result buffers of one index group. Everything runs on the current stream."""
 
-    def __init__(self, runtime: "HiSparseRuntime", group: int, max_rows: int, top_k: int, device: torch.device) -> None:
+    def __init__(
+        self, runtime: "HiSparseRuntime", group: int, max_rows: int, top_k: int, device: torch.device
+    ) -> None:
         layout = runtime.layout
         self._runtime = runtime
         self._layers = [layout.layer_index[name] for name in layout.index_groups[group]]
@@ -27,17 +30,16 @@ class GroupResolver:
         self._layer_offset = runtime.memory.layers.offset[self._layers].contiguous()  # [layers of the group]
         self._layer_part = runtime.memory.layers.part[self._layers].contiguous()
         planned = min(runtime.config.floor_hot_rows, layout.max_hot_rows)
-        int32 = {"dtype": torch.int32, "device": device}
         self._top_k = top_k
-        self._rows = torch.full((len(self._parts) * max_rows * top_k,), -1, **int32)
-        self._counts = torch.zeros(max_rows, **int32)
-        self._plan_host_row = torch.zeros((layout.max_requests, planned), **int32)
-        self._plan_slot = torch.zeros((layout.max_requests, planned), **int32)
-        self._plan_count = torch.zeros(layout.max_requests, **int32)
+        self._rows = _int32(len(self._parts) * max_rows * top_k, device)
+        self._counts = _int32(max_rows, device)
+        self._plan_host_row = _int32((layout.max_requests, planned), device)
+        self._plan_slot = _int32((layout.max_requests, planned), device)
+        self._plan_count = _int32(layout.max_requests, device)
         self.counters = torch.zeros(8, dtype=torch.int64, device=device)
 
     def resolve(self, topk: torch.Tensor, query_start: torch.Tensor) -> None:
-        """Resolve a selection int32 [T, K] of batch rows `query_start` int32 [R + 1], and fetch what misses."""
+        """Resolve int32 [T, K] positions of batch rows `query_start` int32 [R + 1], and fetch what misses."""
         runtime, tables = self._runtime, self._runtime.tables
         n = topk.shape[0]
         ops.resolve(
@@ -96,4 +98,13 @@ class GroupResolver:
     ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
         """See `HiSparseIndexGroup.prefill_chunks`."""
         for chunk in self._runtime.staging.plan(topk, query_start):
-            yield chunk.first, chunk.end, chunk.rows, self._runtime.staging.gather(self._layers[layer], chunk, dtype)
+            yield (
+                chunk.first,
+                chunk.end,
+                chunk.rows,
+                self._runtime.staging.gather(self._layers[layer], chunk, dtype),
+            )
+
+
+def _int32(shape: int | tuple[int, int], device: torch.device) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device=device)

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import ops
-from ..config import HiSparseConfig
-from ..messages import Binding, Copy, PageWrite, RegionWrite
-from ..planning.layout import Layout
+from vllm_hisparse import ops
+from vllm_hisparse.config import HiSparseConfig
+from vllm_hisparse.messages import Binding, Copy, PageWrite, RegionWrite
+from vllm_hisparse.planning.layout import Layout
+
 from .memory import Memory
 from .resolver import GroupResolver
 from .staging import Staging
@@ -21,7 +22,10 @@ __all__ = ["HiSparseRuntime"]
 
 
 class HiSparseRuntime:
-    """Pools, tables and resolvers of one worker. Called between forwards, on the thread and stream that run them."""
+    """Pools, tables and resolvers of one worker.
+
+    Called between forwards, on the thread and stream that run them.
+    """
 
     def __init__(self, layout: Layout, config: HiSparseConfig, device: torch.device) -> None:
         self.layout = layout
@@ -104,6 +108,9 @@ class HiSparseRuntime:
         )
 
     def counters(self) -> dict[str, int]:
-        """Totals of all index groups since start. Synchronises: for tests; serving reads them asynchronously."""
+        """Totals of all index groups since start.
+
+        Synchronises: for tests; serving reads them asynchronously.
+        """
         total = torch.stack([r.counters for r in self.resolvers]).sum(0).tolist()
         return {c.name.lower(): total[c] for c in ops.Counter}

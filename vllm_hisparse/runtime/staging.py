@@ -1,7 +1,7 @@
 """Prefill over a context that is partly on the host, through a staging area of fixed size.
 
-A prefill's query rows select more than a hot region holds. Their host-only pages are gathered a few query rows at a time,
-as many as the area takes; only requests that have such pages stage anything.
+A prefill's query rows select more than a hot region holds. Their host-only pages are gathered a few query
+rows at a time, as many as the area takes; only requests that have such pages stage anything.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import ops
+from vllm_hisparse import ops
 
 if TYPE_CHECKING:
     from .runtime import HiSparseRuntime
@@ -29,7 +29,9 @@ class Chunk:
 
 
 class Staging:
-    """The staging area, uint8 [pages * page_tokens, row_bytes] on the device, shared by all layers one after the other."""
+    """The staging area, uint8 [pages * page_tokens, row_bytes] on the device, shared by all layers one after
+    the other.
+    """
 
     def __init__(self, runtime: "HiSparseRuntime", device: torch.device) -> None:
         layout, config = runtime.layout, runtime.config

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import ops
-from ..messages import PageWrite, RegionWrite
-from ..planning.layout import Layout
+from vllm_hisparse import ops
+from vllm_hisparse.messages import PageWrite, RegionWrite
+from vllm_hisparse.planning.layout import Layout
 
 __all__ = ["PageTables", "SelectionState"]
 
@@ -14,7 +14,8 @@ EVERY_POSITION = torch.iinfo(torch.int32).max
 
 
 class PageTables:
-    """Where every request's pages are. Shared by all index groups of an engine; written between forwards only.
+    """Where every request's pages are. Shared by all index groups of an engine; written between forwards
+    only.
 
     All int32, on the device, at fixed addresses:
 
@@ -78,7 +79,11 @@ class SelectionState:
     @classmethod
     def allocate(cls, layout: Layout, device: torch.device) -> "SelectionState":
         """Empty state for every region of the layout."""
-        regions, slots, positions = layout.num_regions, layout.max_hot_rows, layout.max_pages * layout.page_tokens
+        regions, slots, positions = (
+            layout.num_regions,
+            layout.max_hot_rows,
+            layout.max_pages * layout.page_tokens,
+        )
         return cls(
             slot_of=torch.full((regions, positions), -1, dtype=torch.int16, device=device),
             position_of=torch.full((regions, slots), -1, dtype=torch.int32, device=device),

@@ -10,11 +10,13 @@ __all__ = ["HostPool"]
 
 
 class HostPool(BlockPool):
-    """Host blocks, taken only when a page is written; its prefix lookup also finds pages that only the device has.
+    """Host blocks, taken only when a page is written; its prefix lookup also finds pages that only the device
+    has.
 
-    That second half is what lets an idle device serve prefix hits without spending a single host block. A lookup answers with
-    the device's block where there is one (no copy, no hot region needed), else with the host's; `KVCacheBlock.pool` tells
-    which. Events go to the device pool's queue, which is the one vLLM drains.
+    That second half is what lets an idle device serve prefix hits without spending a single host block. A
+    lookup answers with the device's block where there is one (no copy, no hot region needed), else with the
+    host's; `KVCacheBlock.pool` tells which. Events go to the device pool's queue, which is the one vLLM
+    drains.
     """
 
     def __init__(self, num_blocks: int, device_pool: BlockPool, resident_group_ids: list[int]) -> None:
@@ -31,7 +33,7 @@ class HostPool(BlockPool):
         )
 
     @property
-    def kv_event_queue(self) -> list[KVCacheEvent]:  # type: ignore[override]
+    def kv_event_queue(self) -> list[KVCacheEvent]:
         """The device pool's live queue, looked up each time: draining replaces the list."""
         return self._device_pool.kv_event_queue
 
@@ -40,10 +42,14 @@ class HostPool(BlockPool):
         assert not events, "only the device pool's owner replaces a queue that holds events"
 
     def on_reset(self, release: Callable[[], list[KVCacheBlock]]) -> None:
-        """Register `release`: called before a reset, returns host blocks that copies in flight hold for dead requests."""
+        """Register `release`: called before a reset, returns host blocks that copies in flight hold for dead
+        requests.
+        """
         self._before_reset = release
 
-    def get_cached_block(self, block_hash: BlockHash, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
+    def get_cached_block(
+        self, block_hash: BlockHash, kv_cache_group_ids: list[int]
+    ) -> list[KVCacheBlock] | None:
         """A block that holds the page (part 0's block if the device has it), or None."""
         if on_device := self.device_blocks(block_hash):
             return on_device[:1]
@@ -59,7 +65,10 @@ class HostPool(BlockPool):
         return found[0] if found else None
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every published page. Blocks that copies in flight still write to are kept from reuse throughout."""
+        """Forget every published page.
+
+        Blocks that copies in flight still write to are kept from reuse throughout.
+        """
         held = self._before_reset() if self._before_reset is not None else []
         self.free_blocks(held)
         done = super().reset_prefix_cache()

@@ -1,4 +1,7 @@
-"""The coordinator's invariants, checked from scratch. Used by tests and by the option `check`; O(all pages)."""
+"""The coordinator's invariants, checked from scratch.
+
+Used by tests and by the option `check`; O(all pages).
+"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -6,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from .records import Record
-from .residency import STATES, Device, Host
+from .residency import STATES, Device
 
 if TYPE_CHECKING:
     from .coordinator import HiSparseCoordinator
@@ -16,17 +18,16 @@ __all__ = ["check"]
 
 
 def check(coordinator: "HiSparseCoordinator", retained: Iterable[KVCacheBlock] = ()) -> None:
-    """Raise AssertionError unless every page is readable, every block's references have owners, and all leases balance.
+    """Raise AssertionError unless every page is readable, every block's references have owners, and all
+    leases balance.
 
     `retained`: device blocks that vLLM's scheduler holds for reasons of its own (frees it has deferred).
     """
-    loose: dict[int, set[tuple[str, int]]] = {}
+    coordinator.leases.check_integrity(coordinator.records.values())
     for record in coordinator.records.values():
-        record.pages.check_integrity()
-        for page in range(len(record.pages)):
-            _check_page(coordinator, record, page, loose)
-        assert not record.needs_region or record.region is not None, f"{record.request_id} cannot read its host pages"
-    assert loose == coordinator._loose, "loose blocks and their owners disagree"
+        assert not record.needs_region or record.region is not None, (
+            f"{record.request_id} cannot read its host pages"
+        )
     _check_slots(coordinator)
     _check_regions(coordinator)
     _check_host_leases(coordinator)
@@ -34,27 +35,11 @@ def check(coordinator: "HiSparseCoordinator", retained: Iterable[KVCacheBlock] =
     coordinator.host_pool.check_integrity()
 
 
-def _check_page(
-    coordinator: "HiSparseCoordinator", record: Record, page: int, loose: dict[int, set[tuple[str, int]]]
-) -> None:
-    device, host, _ = STATES[record.pages[page]]
-    where = (record.request_id, page, record.pages[page].name)
-    blocks = coordinator.device_blocks(record, page)
-    assert all(b.is_null for b in blocks) == (device is Device.GONE), where
-    if device in (Device.LEASED, Device.ARRIVING):
-        assert all(b.ref_cnt > 0 for b in blocks), where
-    if device is Device.LOOSE:
-        for b in blocks:
-            loose.setdefault(b.block_id, set()).add((record.request_id, page))
-            assert b.block_id in coordinator.pool._reuse_watchers, where
-    if host is not Host.NONE:
-        block = coordinator.source.host_block(record.request_id, page)
-        assert not block.is_null and block.ref_cnt > 0, where
-
-
 def _check_slots(coordinator: "HiSparseCoordinator") -> None:
     used = [r.slot for r in coordinator.records.values() if r.slot >= 0]
-    assert sorted(used + coordinator._free_slots) == list(range(coordinator.layout.max_requests)), "slots lost or shared"
+    assert sorted(used + coordinator._free_slots) == list(range(coordinator.layout.max_requests)), (
+        "slots lost or shared"
+    )
 
 
 def _check_regions(coordinator: "HiSparseCoordinator") -> None:
@@ -82,7 +67,7 @@ def _check_device_leases(coordinator: "HiSparseCoordinator", retained: Iterable[
     for record in coordinator.records.values():
         for page in range(len(record.pages)):
             if STATES[record.pages[page]][0] is Device.LOOSE:
-                owners.subtract(b.block_id for b in coordinator.device_blocks(record, page))
+                owners.subtract(b.block_id for b in coordinator.leases.device_blocks(record, page))
     for region in coordinator.regions.leased:
         owners.update(b.block_id for part in region.blocks for b in part)
     pool = coordinator.pool

@@ -1,7 +1,9 @@
-"""vLLM's per-group managers of the source and resident groups. They translate vLLM's calls; the coordinator decides.
+"""vLLM's per-group managers of the source and resident groups. They translate vLLM's calls; the coordinator
+decides.
 
-The source group comes first in vLLM's group list, so its manager opens every two-step call: it sees the prefix hit before
-the resident managers do, and it makes room before any of them allocates. The indexer group keeps vLLM's own manager.
+The source group comes first in vLLM's group list, so its manager opens every two-step call: it sees the
+prefix hit before the resident managers do, and it makes room before any of them allocates. The indexer group
+keeps vLLM's own manager.
 """
 
 from collections.abc import Sequence
@@ -20,21 +22,33 @@ __all__ = ["ResidentManager", "SourceManager"]
 
 
 class SourceManager(FullAttentionManager):
-    """The host tier: `req_to_blocks[request][page]` is the page's host block, or the null block while it has none."""
+    """The host tier: `req_to_blocks[request][page]` is the page's host block, or the null block while it has
+    none.
+    """
 
     coordinator: "HiSparseCoordinator"
     host_pool: "HostPool"
 
     def bind(self, coordinator: "HiSparseCoordinator", host_pool: "HostPool") -> None:
-        """Switch to the host pool. vLLM builds every manager with the device pool, before the connector is bound."""
+        """Switch to the host pool.
+
+        vLLM builds every manager with the device pool, before the connector is bound.
+        """
         self.coordinator = coordinator
         self.block_pool = self.host_pool = host_pool
         self._null_block = host_pool.null_block
 
     def get_num_blocks_to_allocate(
-        self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        *args: Any,
+        **kwargs: Any,
     ) -> int:
-        """Device blocks only: hits that leave the free queue when touched, and the region of a hit that needs one."""
+        """Device blocks only: hits that leave the free queue when touched, and the region of a hit that needs
+        one.
+        """
         return self.coordinator.num_blocks_for_hit(new_computed_blocks)
 
     def add_local_computed_blocks(
@@ -51,7 +65,9 @@ class SourceManager(FullAttentionManager):
     def allocate_external_computed_blocks(self, *args: Any, **kwargs: Any) -> None:
         """External tokens land on the device; a host block is taken when they are written back."""
 
-    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
         """Takes no host block, but makes room on the device for what the other groups are about to take."""
         self.num_cached_block.setdefault(request_id, 0)
         self.coordinator.make_room(request_id, num_tokens)
@@ -80,7 +96,9 @@ class SourceManager(FullAttentionManager):
             return
         if (page + 1) * self.block_size <= len(request.block_hashes) * self.host_pool.hash_block_size:
             row = [self._null_block] * page + [block]
-            self.host_pool.cache_full_blocks(request, row, page, page + 1, self.block_size, self.kv_cache_group_id)
+            self.host_pool.cache_full_blocks(
+                request, row, page, page + 1, self.block_size, self.kv_cache_group_id
+            )
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Host leases of written pages. Those of copies in flight stay with their transfer."""
@@ -90,7 +108,9 @@ class SourceManager(FullAttentionManager):
 
 
 class ResidentManager(SingleTypeKVCacheManager):
-    """One part of the resident pages: `req_to_blocks[request][page]`, the null block where the device copy is gone."""
+    """One part of the resident pages: `req_to_blocks[request][page]`, the null block where the device copy is
+    gone.
+    """
 
     coordinator: "HiSparseCoordinator"
 
@@ -149,7 +169,9 @@ class ResidentManager(SingleTypeKVCacheManager):
         """Blocks for tokens that an external connector loads."""
         self.allocate_new_blocks(request_id, num_local_computed_tokens + num_external_computed_tokens, 0)
 
-    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
         """The base class's allocation; the coordinator learns of new pages once, from part 0."""
         self.num_cached_block.setdefault(request_id, 0)
         blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
@@ -172,9 +194,13 @@ class ResidentManager(SingleTypeKVCacheManager):
         cached = self.num_cached_block.get(request_id, 0)
         if cached < full:
             blocks = self.req_to_blocks[request_id]
-            self.block_pool.cache_full_blocks(request, blocks, cached, full, self.block_size, self.kv_cache_group_id)
+            self.block_pool.cache_full_blocks(
+                request, blocks, cached, full, self.block_size, self.kv_cache_group_id
+            )
             self.num_cached_block[request_id] = full
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Blocks whose lease the request still holds itself; the coordinator took the others out of the row before."""
+        """Blocks whose lease the request still holds itself; the coordinator took the others out of the row
+        before.
+        """
         return [b for b in super().pop_blocks_for_free(request_id) if not b.is_null]

@@ -2,14 +2,16 @@
 
 Levels of free device blocks, from an idle pool to a full one:
 
-- above *high*: nothing is copied; requests whose pages are away get them back, a few a step, if all of them fit above high.
-- below *high*: sealed pages are copied to the host (materialised) so that their leases can be returned at once later.
-  With `eager_host_mirror` off this starts at *low* only.
+- above *high*: nothing is copied; requests whose pages are away get them back, a few a step, if all of them
+  fit above high.
+- below *high*: sealed pages are copied to the host (materialised) so that their leases can be returned at
+  once later. With `eager_host_mirror` off this starts at *low* only.
 - below *low*: leases of materialised pages go back, just enough to reach low again.
 - no free block: whatever an allocation misses is reclaimed on the spot, in the same order.
 
-A request gives up pages only together with a hot region to read them through, and only if that frees more than the region
-takes. Requests that already have a region go first, then those with most to give; within a request the tail goes first.
+A request gives up pages only together with a hot region to read them through, and only if that frees more
+than the region takes. Requests that already have a region go first, then those with most to give; within a
+request the tail goes first.
 """
 
 from collections.abc import Iterator
@@ -95,7 +97,7 @@ class Pressure:
             if len(pages) * self._parts <= cost or (cost and not self._coordinator.regions.num_free_ids):
                 continue
             for page in pages:
-                self._coordinator.unpin(record, page)
+                self._coordinator.leases.unpin(record, page)
             if cost:
                 self._coordinator.grant_region(record)
 
@@ -113,11 +115,14 @@ class Pressure:
         return 0 if record.region is not None else self._coordinator.regions.num_blocks
 
     def _unpinnable(self, record: Record, num_blocks: int, excluded: frozenset[int]) -> list[int]:
-        """Pages, tail first, that free `num_blocks` blocks or as many as there are. Blocks that others lease free nothing."""
+        """Pages, tail first, that free `num_blocks` blocks or as many as there are.
+
+        Blocks that others lease free nothing.
+        """
         wanted = -(-num_blocks // self._parts)
         found: list[int] = []
         for page in reversed(record.pages.pages_in(*UNPINNABLE)):
-            blocks = self._coordinator.device_blocks(record, page)
+            blocks = self._coordinator.leases.device_blocks(record, page)
             if all(b.ref_cnt == 1 and b.block_id not in excluded for b in blocks):
                 found.append(page)
                 if len(found) >= wanted:
@@ -143,7 +148,7 @@ class Pressure:
             while budget and record.next_spill < sealed:
                 page = record.next_spill
                 if record.pages[page] is PageState.DIRTY:
-                    if not self._coordinator.spill(record, page):
+                    if not self._coordinator.leases.spill(record, page, self._coordinator.transfer):
                         break
                     budget -= 1
                 record.next_spill += 1
@@ -156,13 +161,16 @@ class Pressure:
             if record.region is None:
                 del self._with_region[record]
                 continue
-            away, loose = record.pages.count(PageState.HOST), record.pages.pages_in(PageState.LOOSE, PageState.DRAINING)
+            away, loose = (
+                record.pages.count(PageState.HOST),
+                record.pages.pages_in(PageState.LOOSE, PageState.DRAINING),
+            )
             if self._pool.get_num_free_blocks() - (away + len(loose)) * self._parts < self.high:
                 continue
             for page in loose:
-                self._coordinator.repin(record, page)
+                self._coordinator.leases.repin(record, page)
             for page in record.pages.pages_in(PageState.HOST)[:budget]:
-                self._coordinator.restore(record, page)
+                self._coordinator.leases.restore(record, page, self._coordinator.transfer)
                 budget -= 1
             if not record.needs_region:
                 self._coordinator.return_region(record)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from vllm.v1.request import Request
 
 from .regions import Region
-from .residency import PageTable, PageState, RECLAIMED
+from .residency import RECLAIMED, PageState, PageTable
 
 __all__ = ["Record"]
 
@@ -35,7 +35,8 @@ class Record:
     def num_sealed(self, page_tokens: int, num_reprefillable: int) -> int:
         """Pages that no step writes again: full, and written by steps whose output has been processed.
 
-        Tokens in flight may be rolled back (rejected drafts) and the last `num_reprefillable` may be rewritten.
+        Tokens in flight may be rolled back (rejected drafts) and the last `num_reprefillable` may be
+        rewritten.
         """
         settled = self.request.num_computed_tokens - self.request.num_in_flight_tokens - num_reprefillable
         return min(max(settled, 0) // page_tokens, len(self.pages))

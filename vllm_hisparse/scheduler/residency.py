@@ -1,8 +1,9 @@
 """Page states as data: what a page of a request is, what may happen to it, and what follows.
 
-A page's state says two things at once: whether its rows can be read on the device, and whether its host copy exists. Both
-are columns of `STATES`; everything that may happen is a row of `TRANSITIONS`. `docs/residency.md` is generated from the two
-tables, and code outside this module never assigns a state: it calls `PageTable.advance`.
+A page's state says two things at once: whether its rows can be read on the device, and whether its host copy
+exists. Both are columns of `STATES`; everything that may happen is a row of `TRANSITIONS`.
+`docs/residency.md` is generated from the two tables, and code outside this module never assigns a state: it
+calls `PageTable.advance`.
 """
 
 from enum import Enum, IntEnum
@@ -55,12 +56,28 @@ STATES: dict[PageState, tuple[Device, Host, str]] = {
     PageState.DIRTY: (Device.LEASED, Host.NONE, "only the device has it"),
     PageState.SPILLING: (Device.LEASED, Host.PENDING, "its copy to the host is planned"),
     PageState.ENQUEUED: (Device.LEASED, Host.PENDING, "every rank has the copy on its stream"),
-    PageState.DRAINING: (Device.LOOSE, Host.PENDING, "lease returned while the copy runs; stream order protects it"),
-    PageState.LANDING: (Device.GONE, Host.PENDING, "blocks reused while the copy runs; reads wait for it on the stream"),
+    PageState.DRAINING: (
+        Device.LOOSE,
+        Host.PENDING,
+        "lease returned while the copy runs; stream order protects it",
+    ),
+    PageState.LANDING: (
+        Device.GONE,
+        Host.PENDING,
+        "blocks reused while the copy runs; reads wait for it on the stream",
+    ),
     PageState.CLEAN: (Device.LEASED, Host.VALID, "both have it"),
-    PageState.LOOSE: (Device.LOOSE, Host.VALID, "both have it; the device copy lasts until its blocks are reused"),
+    PageState.LOOSE: (
+        Device.LOOSE,
+        Host.VALID,
+        "both have it; the device copy lasts until its blocks are reused",
+    ),
     PageState.HOST: (Device.GONE, Host.VALID, "only the host has it; rows are read through the hot region"),
-    PageState.RESTORING: (Device.ARRIVING, Host.VALID, "a copy back to the device is running; still read from the host"),
+    PageState.RESTORING: (
+        Device.ARRIVING,
+        Host.VALID,
+        "a copy back to the device is running; still read from the host",
+    ),
 }
 
 
@@ -111,13 +128,16 @@ class IllegalTransition(RuntimeError):
     """An event that the state of a page does not allow. Names page, state and event."""
 
     def __init__(self, owner: str, page: int, state: PageState, event: Event) -> None:
-        super().__init__(f"page {page} of request {owner}: event {event.value!r} is illegal in state {state.name}")
+        super().__init__(
+            f"page {page} of request {owner}: event {event.value!r} is illegal in state {state.name}"
+        )
 
 
 class PageTable:
     """States of one request's pages, indexed by page number from the start of the context.
 
-    Pages come into being by `append`; afterwards only `advance` changes a state, so the counters hold by construction.
+    Pages come into being by `append`; afterwards only `advance` changes a state, so the counters hold by
+    construction.
     """
 
     __slots__ = ("_counts", "_owner", "_states")
@@ -134,13 +154,19 @@ class PageTable:
         return PageState(self._states[page])
 
     def append(self, state: PageState) -> int:
-        """Add the next page in `state` (a fresh page, or one adopted from a prefix hit). Returns its number."""
+        """Add the next page in `state` (a fresh page, or one adopted from a prefix hit).
+
+        Returns its number.
+        """
         self._states.append(state)
         self._counts[state] += 1
         return len(self._states) - 1
 
     def advance(self, page: int, event: Event) -> PageState:
-        """Apply `event` to `page` and return its new state. Raises IllegalTransition; then nothing has changed."""
+        """Apply `event` to `page` and return its new state.
+
+        Raises IllegalTransition; then nothing has changed.
+        """
         state = PageState(self._states[page])
         after = TRANSITIONS.get((state, event))
         if after is None:
@@ -165,7 +191,10 @@ class PageTable:
         return len(self._states) - self.count(*ON_DEVICE)
 
     def pages_in(self, *states: PageState) -> list[int]:
-        """Page numbers in any of `states`, ascending. O(pages): for transitions under pressure, not for steady decode."""
+        """Page numbers in any of `states`, ascending.
+
+        O(pages): for transitions under pressure, not for steady decode.
+        """
         if not self.count(*states):
             return []
         return [page for page, state in enumerate(self._states) if state in states]

@@ -1,8 +1,9 @@
 """Transfers in flight and their two acknowledgements.
 
-A transfer is everything of one step's message that needs an answer: pages copied either way and hot regions taken away. Each
-rank reports it twice. *Enqueued*: the copies are on the rank's stream, so stream order makes the blocks they read safe to
-reuse. *Completed*: the copies are done. Either counts only when every rank has reported it.
+A transfer is everything of one step's message that needs an answer: pages copied either way and hot regions
+taken away. Each rank reports it twice. *Enqueued*: the copies are on the rank's stream, so stream order makes
+the blocks they read safe to reuse. *Completed*: the copies are done. Either counts only when every rank has
+reported it.
 """
 
 from collections.abc import Iterator
@@ -10,7 +11,8 @@ from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from ..messages import Acknowledgement
+from vllm_hisparse.messages import Acknowledgement
+
 from .records import Record
 from .regions import Region
 
@@ -19,7 +21,10 @@ __all__ = ["PageCopy", "Transfer", "TransferLedger"]
 
 @dataclass(frozen=True)
 class PageCopy:
-    """A page on its way. The transfer holds the host lease if the record is dropped before the copy completes."""
+    """A page on its way.
+
+    The transfer holds the host lease if the record is dropped before the copy completes.
+    """
 
     record: Record
     page: int
@@ -75,11 +80,15 @@ class TransferLedger:
     def acknowledge(self, ack: Acknowledgement) -> tuple[list[Transfer], list[Transfer]]:
         """Count `ack`. Returns (transfers now enqueued on every rank, transfers now completed on every rank).
 
-        Raises RuntimeError for a transfer that is not pending or a count above the number of ranks: then workers and
-        scheduler disagree about what was written, and no page may be trusted.
+        Raises RuntimeError for a transfer that is not pending or a count above the number of ranks: then
+        workers and scheduler disagree about what was written, and no page may be trusted.
         """
-        enqueued = [t for i, n in ack.enqueued.items() if (t := self._reached(i, "num_enqueued", n)) is not None]
-        completed = [t for i, n in ack.completed.items() if (t := self._reached(i, "num_completed", n)) is not None]
+        enqueued = [
+            t for i, n in ack.enqueued.items() if (t := self._reached(i, "num_enqueued", n)) is not None
+        ]
+        completed = [
+            t for i, n in ack.completed.items() if (t := self._reached(i, "num_completed", n)) is not None
+        ]
         for transfer in completed:
             del self._pending[transfer.transfer_id]
         return enqueued, completed
@@ -90,6 +99,8 @@ class TransferLedger:
             raise RuntimeError(f"acknowledgement {phase} of transfer {transfer_id}, which is not pending")
         count = getattr(transfer, phase) + num_ranks
         if count > self._num_ranks:
-            raise RuntimeError(f"transfer {transfer_id}: {phase} is {count}, but there are {self._num_ranks} ranks")
+            raise RuntimeError(
+                f"transfer {transfer_id}: {phase} is {count}, but there are {self._num_ranks} ranks"
+            )
         setattr(transfer, phase, count)
         return transfer if count == self._num_ranks else None

@@ -1,7 +1,8 @@
 """The worker side: applies the scheduler's messages to the runtime and counts what it has done."""
 
-from ..messages import Acknowledgement, StepMessage, decode
-from ..runtime.runtime import HiSparseRuntime
+from vllm_hisparse.messages import Acknowledgement, StepMessage, decode
+from vllm_hisparse.runtime.runtime import HiSparseRuntime
+
 from .copies import CopyQueue
 
 __all__ = ["HiSparseWorker"]
@@ -17,7 +18,9 @@ class HiSparseWorker:
         self._enqueued: dict[int, int] = {}
 
     def begin_step(self, payload: bytes, request_ids: list[str]) -> None:
-        """Apply one message, before the forward of the batch `request_ids` (in batch order; empty: no forward)."""
+        """Apply one message, before the forward of the batch `request_ids` (in batch order; empty: no
+        forward).
+        """
         message = decode(payload)
         if not message.is_empty:
             self._apply(message)

@@ -1,0 +1,283 @@
+"""Leases of pages on both tiers: what may be done to a page, and what the pools must know of it.
+
+Every method that changes a page advances its state (`residency.py`) and moves the leases behind it in the
+same call, so that the two cannot disagree. Which pages, and when, is `pressure.py`'s business.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash
+
+from vllm_hisparse.messages import PageWrite
+
+from .host_pool import HostPool
+from .managers import ResidentManager, SourceManager
+from .records import Record
+from .residency import STATES, Device, Event, Host, PageState
+from .transfers import PageCopy, Transfer
+
+__all__ = ["PageCounters", "PageLeases"]
+
+
+@dataclass
+class PageCounters:
+    """Pages since start, for metrics and tests."""
+
+    spilled: int = 0  # copies to the host that were planned
+    restored: int = 0  # copies to the device that completed
+    unpinned: int = 0  # device leases given back
+    repinned: int = 0
+    lost: int = 0  # pages whose device blocks were reused
+    deduplicated: int = 0  # pages found on the host when they were to be copied
+    host_hits: int = 0  # pages of prefix hits that only the host had
+    device_hits: int = 0
+
+
+class PageLeases:
+    """Leases of all requests' pages.
+
+    The rows themselves, page to block, are the managers' `req_to_blocks`.
+    """
+
+    def __init__(
+        self, source: SourceManager, resident: Sequence[ResidentManager], host_pool: HostPool
+    ) -> None:
+        self._source = source
+        self._resident = resident
+        self._host_pool = host_pool
+        self._pool = resident[0].block_pool
+        self._num_parts = len(resident)
+        self.counters = PageCounters()
+        self._loose: dict[
+            int, dict[tuple[Record, int], None]
+        ] = {}  # loose device block -> pages still read from it
+        self._copying: dict[int, int] = {}  # device block -> transfer in flight that reads or writes it
+        self._changed: dict[tuple[Record, int], None] = {}  # pages whose table entries changed
+        self._reused: dict[int, None] = {}  # transfers in flight whose device blocks are in use again
+
+    # ---- lookups
+
+    def device_blocks(self, record: Record, page: int) -> tuple[KVCacheBlock, ...]:
+        """The page's device blocks, one a part; null blocks where the device copy is gone."""
+        return tuple(m.req_to_blocks[record.request_id][page] for m in self._resident)
+
+    def hit_blocks(self, block: KVCacheBlock) -> list[KVCacheBlock]:
+        """All parts' blocks of a prefix hit that the device has; nothing for one that only the host has."""
+        if block.pool is self._host_pool:
+            return []
+        assert block.block_hash is not None
+        found = self._host_pool.device_blocks(get_block_hash(block.block_hash))
+        assert found is not None, "a device hit has a block in every part"
+        return found
+
+    def entry(self, record: Record, page: int) -> PageWrite:
+        """The page's table entry as its state demands."""
+        device, host, _ = STATES[record.pages[page]]
+        if device in (Device.LEASED, Device.LOOSE):
+            blocks = tuple(b.block_id for b in self.device_blocks(record, page))
+            return PageWrite(record.slot, page, blocks, -1)
+        assert host is not Host.NONE
+        host_block = self._source.host_block(record.request_id, page)
+        return PageWrite(record.slot, page, (-1,) * self._num_parts, host_block.block_id)
+
+    # ---- a page's life
+
+    def adopt(self, record: Record, blocks: Sequence[KVCacheBlock]) -> None:
+        """Lease the pages of a prefix hit, on whichever tier each of them is."""
+        rows: list[list[KVCacheBlock]] = [[] for _ in self._resident]
+        for page, block in enumerate(blocks):
+            on_device = self.hit_blocks(block)
+            host = block if not on_device else self._published(block)
+            if host is not None:
+                self._hold(record, page, host)
+            self._pool.touch(on_device)
+            for row, b in zip(rows, on_device or [self._pool.null_block] * self._num_parts, strict=True):
+                row.append(b)
+            record.pages.append(
+                PageState.HOST if not on_device else PageState.CLEAN if host else PageState.DIRTY
+            )
+            self.counters.device_hits += bool(on_device)
+            self.counters.host_hits += not on_device
+        for manager, row in zip(self._resident, rows, strict=True):
+            manager.set_prefix(record.request_id, row)
+
+    def spill(self, record: Record, page: int, transfer: Transfer) -> bool:
+        """Copy a dirty page to the host with `transfer`, unless another request has published it there
+        already.
+
+        False, and nothing has changed, if no host block is free or the page's blocks are being copied.
+        """
+        blocks = self.device_blocks(record, page)
+        if (published := self._published(blocks[0])) is not None:
+            self._hold(record, page, published)
+            record.pages.advance(page, Event.DEDUPLICATE)
+            self.counters.deduplicated += 1
+            return True
+        if self._host_pool.get_num_free_blocks() == 0 or any(b.block_id in self._copying for b in blocks):
+            return False
+        (host,) = self._host_pool.get_new_blocks(1)
+        self._source.hold(record.request_id, page, host)
+        record.pages.advance(page, Event.SPILL)
+        transfer.spills.append(PageCopy(record, page, blocks, host))
+        self._copying.update((b.block_id, transfer.transfer_id) for b in blocks)
+        self.counters.spilled += 1
+        return True
+
+    def unpin(self, record: Record, page: int) -> None:
+        """Give a page's device lease back; its rows stay readable until the pool reuses one of its blocks."""
+        blocks = self.device_blocks(record, page)
+        record.pages.advance(page, Event.UNPIN)
+        for block in blocks:
+            self._loose.setdefault(block.block_id, {})[record, page] = None
+        self._pool.unpin_blocks(blocks, self._on_reuse)
+        self.counters.unpinned += 1
+
+    def repin(self, record: Record, page: int) -> None:
+        """Take the lease on a loose page again."""
+        self._disown(record, page)
+        self._pool.touch(self.device_blocks(record, page))
+        record.pages.advance(page, Event.REPIN)
+        self.counters.repinned += 1
+
+    def restore(self, record: Record, page: int, transfer: Transfer) -> None:
+        """Lease device blocks for a host-only page and copy it back with `transfer`.
+
+        The caller has checked the pool.
+        """
+        blocks = tuple(self._pool.get_new_blocks(self._num_parts))
+        for manager, block in zip(self._resident, blocks, strict=True):
+            manager.req_to_blocks[record.request_id][page] = block
+        record.pages.advance(page, Event.RESTORE)
+        host = self._source.host_block(record.request_id, page)
+        transfer.restores.append(PageCopy(record, page, blocks, host))
+        self._copying.update((b.block_id, transfer.transfer_id) for b in blocks)
+
+    def give_up(self, record: Record) -> set[int]:
+        """The request gives up all its pages. Returns those whose host lease stays with a transfer in flight.
+
+        Device leases that went back already leave the managers' rows here. Blocks that a copy still reads or
+        writes are unpinned instead of freed, so that their reuse is noticed and ordered after the copy.
+        """
+        kept = set()
+        for page in range(len(record.pages)):
+            device, host, _ = STATES[record.pages[page]]
+            if host is Host.PENDING:
+                kept.add(page)
+            if device is Device.LOOSE:
+                self._disown(record, page)
+                self._clear(record, page)
+            elif device is Device.ARRIVING or (device is Device.LEASED and host is Host.PENDING):
+                self._pool.unpin_blocks(self.device_blocks(record, page), self._on_reuse)
+                self._clear(record, page)
+        return kept
+
+    # ---- acknowledgements
+
+    def enqueued(self, transfer: Transfer) -> None:
+        """Every rank has the copies on its stream: from now on the pages' leases may go back."""
+        for copy in transfer.spills:
+            if copy.record.alive:
+                copy.record.pages.advance(copy.page, Event.ENQUEUED)
+
+    def completed(self, transfer: Transfer) -> None:
+        """Every rank has seen the copies end: host pages are valid and published, restored pages readable
+        again.
+        """
+        for copy in (*transfer.spills, *transfer.restores):
+            for block in copy.device_blocks:
+                if self._copying.get(block.block_id) == transfer.transfer_id:
+                    del self._copying[block.block_id]
+        for copy in transfer.spills:
+            if transfer.epoch == self._host_pool.epoch:
+                self._source.publish(copy.record.request, copy.page, copy.host_block)
+            if copy.record.alive:
+                copy.record.pages.advance(copy.page, Event.COMPLETED)
+            else:
+                self._host_pool.free_blocks([copy.host_block])
+        for copy in transfer.restores:
+            if copy.record.alive:
+                copy.record.pages.advance(copy.page, Event.COMPLETED)
+                self._changed[copy.record, copy.page] = None
+                self.counters.restored += 1
+
+    # ---- what the step's message takes along
+
+    def take_changes(self) -> list[PageWrite]:
+        """Entries of pages that changed since the last call, for requests the workers know."""
+        changed, self._changed = self._changed, {}
+        return [self.entry(record, page) for record, page in changed if record.alive and record.slot >= 0]
+
+    def take_reused(self) -> list[int]:
+        """Transfers whose blocks were handed out again since the last call: the coming forward must wait for
+        them.
+        """
+        reused, self._reused = self._reused, {}
+        return list(reused)
+
+    # ---- bookkeeping
+
+    def _published(self, block: KVCacheBlock) -> KVCacheBlock | None:
+        """The host block published under a device block's hash."""
+        if block.block_hash is None:
+            return None
+        return self._host_pool.host_block(get_block_hash(block.block_hash), self._source.kv_cache_group_id)
+
+    def _hold(self, record: Record, page: int, host: KVCacheBlock) -> None:
+        self._host_pool.touch([host])
+        self._source.hold(record.request_id, page, host)
+
+    def _on_reuse(self, block: KVCacheBlock) -> None:
+        """The pool hands `block` out again, or is reset.
+
+        Pages that still read it are on the host from now on.
+        """
+        if (transfer_id := self._copying.get(block.block_id)) is not None:
+            self._reused[transfer_id] = None
+        for record, page in list(self._loose.get(block.block_id, ())):
+            self._disown(record, page)
+            self._clear(record, page)
+            record.pages.advance(page, Event.REUSED)
+            self._changed[record, page] = None
+            self.counters.lost += 1
+
+    def _disown(self, record: Record, page: int) -> None:
+        for block in self.device_blocks(record, page):
+            owners = self._loose[block.block_id]
+            del owners[record, page]
+            if not owners:
+                del self._loose[block.block_id]
+
+    def _clear(self, record: Record, page: int) -> None:
+        for manager in self._resident:
+            manager.req_to_blocks[record.request_id][page] = self._pool.null_block
+
+    def check_integrity(self, records: Iterable[Record]) -> None:
+        """Every page's blocks are what its state says, and loose blocks know their pages.
+
+        Raises AssertionError.
+        """
+        loose: dict[int, set[tuple[Record, int]]] = {}
+        for record in records:
+            record.pages.check_integrity()
+            for page in range(len(record.pages)):
+                self._check_page(record, page)
+                if STATES[record.pages[page]][0] is Device.LOOSE:
+                    for block in self.device_blocks(record, page):
+                        loose.setdefault(block.block_id, set()).add((record, page))
+        assert loose == {b: set(pages) for b, pages in self._loose.items()}, (
+            "loose blocks and their pages disagree"
+        )
+
+    def _check_page(self, record: Record, page: int) -> None:
+        device, host, _ = STATES[record.pages[page]]
+        where = (record.request_id, page, record.pages[page].name)
+        blocks = self.device_blocks(record, page)
+        assert all(b.is_null for b in blocks) == (device is Device.GONE), where
+        if device in (Device.LEASED, Device.ARRIVING):
+            assert all(b.ref_cnt > 0 for b in blocks), where
+        if device is Device.LOOSE:
+            assert all(b.block_id in self._pool._reuse_watchers for b in blocks), where
+        if host is not Host.NONE:
+            block = self._source.host_block(record.request_id, page)
+            assert not block.is_null and block.ref_cnt > 0, where
