@@ -12,6 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -20,13 +22,18 @@ from vllm.v1.request import Request
 
 from .config import HiSparseConfig, read_options, validate_engine
 from .messages import Acknowledgement, encode
+from .metrics import HiSparsePromMetrics, HiSparseStats
 from .planning.layout import layout_from
 
 if TYPE_CHECKING:
     from .scheduler.coordinator import HiSparseCoordinator
+    from .scheduler.sampler import SchedulerSampler
+    from .worker.sampler import RankSampler
     from .worker.worker import HiSparseWorker
 
 __all__ = ["HiSparseConnector"]
+
+logger = init_logger("vllm.vllm_hisparse")  # below vLLM's root, so that its handlers and levels apply
 
 
 @dataclass
@@ -60,6 +67,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.coordinator: HiSparseCoordinator | None = None  # scheduler role, once the cache manager is bound
         self.worker: HiSparseWorker | None = None  # worker role, once the KV caches are registered
+        self._sampler: SchedulerSampler | RankSampler | None = None  # of whichever role this is
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -81,11 +89,36 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         """Nobody waits for pages: a preempted request finds on the host what was written."""
         return False
 
+    # ---- both roles
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What this role counted since the last call."""
+        sample = self._sampler.sample() if self._sampler is not None else None
+        return HiSparseStats(sample) if sample else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Stats that vLLM has carried between processes as a dict."""
+        return HiSparseStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """Prometheus metrics, see `metrics.METRICS`."""
+        return HiSparsePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # ---- scheduler role
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Build the coordinator around the managers that vLLM made for our groups."""
+        from .planning.report import startup_lines
         from .scheduler.coordinator import HiSparseCoordinator
+        from .scheduler.sampler import SchedulerSampler
 
         config = self._vllm_config
         self.coordinator = HiSparseCoordinator(
@@ -96,6 +129,9 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             num_reprefillable=kv_cache_manager.coordinator.num_reprefillable_tokens,
             max_step_tokens=config.scheduler_config.max_num_batched_tokens,
         )
+        self._sampler = SchedulerSampler(self.coordinator)
+        for line in startup_lines(config, self.coordinator.layout):
+            logger.info("HiSparse: %s", line)
 
     @property
     def _scheduler(self) -> "HiSparseCoordinator":
@@ -130,7 +166,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Copies in flight make leases returnable: better to wait for them than to preempt."""
-        return self._scheduler.will_free_blocks
+        return self._scheduler.wait_for_copies()
 
     def has_pending_push_work(self) -> bool:
         """Keep stepping until every transfer is acknowledged, also after the last request."""
@@ -153,9 +189,12 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         """Pick up the runtime that the allocation of the caches has made."""
         from .runtime.binding import current_runtime
         from .worker.copies import InlineCopies
+        from .worker.sampler import RankSampler
         from .worker.worker import HiSparseWorker
 
-        self.worker = HiSparseWorker(current_runtime(), InlineCopies())
+        runtime = current_runtime()
+        self.worker = HiSparseWorker(runtime, InlineCopies())
+        self._sampler = RankSampler(runtime, self._vllm_config.parallel_config.rank)
 
     @property
     def _rank(self) -> "HiSparseWorker":

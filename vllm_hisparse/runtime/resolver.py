@@ -36,7 +36,7 @@ class GroupResolver:
         self._plan_host_row = _int32((layout.max_requests, planned), device)
         self._plan_slot = _int32((layout.max_requests, planned), device)
         self._plan_count = _int32(layout.max_requests, device)
-        self.counters = torch.zeros(8, dtype=torch.int64, device=device)
+        self._counters = runtime.counters.rows[group]
 
     def resolve(self, topk: torch.Tensor, query_start: torch.Tensor) -> None:
         """Resolve int32 [T, K] positions of batch rows `query_start` int32 [R + 1], and fetch what misses."""
@@ -60,7 +60,7 @@ class GroupResolver:
             self._plan_host_row,
             self._plan_slot,
             self._plan_count,
-            self.counters,
+            self._counters,
             parts=self._parts,
             block_size=runtime.layout.page_tokens,
             block_stride_rows=runtime.layout.block_stride_rows,

@@ -10,6 +10,7 @@ from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.messages import Binding, Copy, PageWrite, RegionWrite
 from vllm_hisparse.planning.layout import Layout
 
+from .counters import Counters
 from .memory import Memory
 from .resolver import GroupResolver
 from .staging import Staging
@@ -34,6 +35,9 @@ class HiSparseRuntime:
         self.memory = Memory(layout, device)
         self.tables = PageTables(layout, device)
         self.staging = Staging(self, device)
+        self.counters = Counters(len(layout.index_groups), device)
+        self.num_spilled_pages = 0
+        self.num_restored_pages = 0
         self.resolvers: list[GroupResolver] = []
         self.groups: list[HiSparseIndexGroup] = []
         self.batch: list[int] = []  # request slot of each batch row
@@ -85,10 +89,12 @@ class HiSparseRuntime:
     def spill(self, copies: tuple[Copy, ...]) -> None:
         """Copy pages of all layers to the host pool, one launch on the current stream."""
         self._copy(ops.write_pages, copies)
+        self.num_spilled_pages += len(copies)
 
     def restore(self, copies: tuple[Copy, ...]) -> None:
         """Copy pages of all layers back to the device pool, one launch on the current stream."""
         self._copy(ops.read_pages, copies)
+        self.num_restored_pages += len(copies)
 
     def _copy(self, direction: Callable[..., None], copies: tuple[Copy, ...]) -> None:
         layers = self.memory.layers
@@ -106,11 +112,3 @@ class HiSparseRuntime:
             block_size=self.layout.page_tokens,
             block_stride_bytes=self.layout.block_stride_bytes,
         )
-
-    def counters(self) -> dict[str, int]:
-        """Totals of all index groups since start.
-
-        Synchronises: for tests; serving reads them asynchronously.
-        """
-        total = torch.stack([r.counters for r in self.resolvers]).sum(0).tolist()
-        return {c.name.lower(): total[c] for c in ops.Counter}

@@ -59,6 +59,7 @@ class HiSparseCoordinator:
         self.requests: dict[str, Request] = {}
         self.records: dict[str, Record] = {}
         self.num_reprefillable = num_reprefillable
+        self.num_waits = 0  # since start: requests told to wait for copies rather than preempt
         self._free_slots = list(range(layout.max_requests - 1, -1, -1))
         self._grown: dict[Record, None] = {}  # have pages that the workers do not know
         self._unbound: list[str] = []
@@ -182,10 +183,11 @@ class HiSparseCoordinator:
         if enqueued:
             self.pressure.relieve()
 
-    @property
-    def will_free_blocks(self) -> bool:
+    def wait_for_copies(self) -> bool:
         """Whether leases can go back as soon as copies in flight are acknowledged as enqueued."""
-        return any(r.pages.count(PageState.SPILLING) for r in self.records.values())
+        waits = any(r.pages.count(PageState.SPILLING) for r in self.records.values())
+        self.num_waits += waits
+        return waits
 
     # ---- hot regions
 

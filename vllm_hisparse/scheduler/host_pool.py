@@ -23,6 +23,7 @@ class HostPool(BlockPool):
         self._device_pool = device_pool
         self._resident_group_ids = resident_group_ids
         self._before_reset: Callable[[], list[KVCacheBlock]] | None = None
+        self.num_evictions = 0  # since start
         self.epoch = 0  # counts resets: a copy that was planned before one must not be published after it
         super().__init__(
             num_blocks,
@@ -63,6 +64,16 @@ class HostPool(BlockPool):
         """The published host block of the page, or None."""
         found = super().get_cached_block(block_hash, [source_group_id])
         return found[0] if found else None
+
+    @property
+    def num_published(self) -> int:
+        """Pages that a lookup can find on the host."""
+        return len(self.cached_block_hash_to_block)
+
+    def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
+        evicted = super()._maybe_evict_cached_block(block)
+        self.num_evictions += evicted
+        return evicted
 
     def reset_prefix_cache(self) -> bool:
         """Forget every published page.

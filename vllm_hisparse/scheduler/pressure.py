@@ -45,6 +45,8 @@ class Pressure:
         self._chunk_pages = -(-max_step_tokens // self._page_tokens)
         self._unsealed: dict[Record, None] = {}  # may have pages to materialise
         self._with_region: dict[Record, None] = {}
+        self.num_crossings = {"below_low": 0, "between": 0, "above_high": 0}  # since start, by level entered
+        self._level = "above_high"
 
     @property
     def admission_pages(self) -> int:
@@ -134,12 +136,19 @@ class Pressure:
     def step(self) -> None:
         """After a step's allocations: materialise, relieve, restore, each if its level says so."""
         free = self._pool.get_num_free_blocks()
+        self._note_level(free)
         if free < self._copy_below:
             self._materialise()
         if free < self.low:
             self.relieve()
         elif free > self.high and self._with_region:
             self._restore()
+
+    def _note_level(self, free: int) -> None:
+        level = "below_low" if free < self.low else "above_high" if free > self.high else "between"
+        if level != self._level:
+            self._level = level
+            self.num_crossings[level] += 1
 
     def _materialise(self) -> None:
         budget = MAX_SPILLED_PAGES

@@ -6,6 +6,7 @@ the blocks they read safe to reuse. *Completed*: the copies are done. Either cou
 reported it.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -41,6 +42,7 @@ class Transfer:
     spills: list[PageCopy] = field(default_factory=list)
     restores: list[PageCopy] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
     num_enqueued: int = 0  # ranks
     num_completed: int = 0  # ranks
 
@@ -57,6 +59,7 @@ class TransferLedger:
         self._num_ranks = num_ranks
         self._next_id = 0
         self._pending: dict[int, Transfer] = {}
+        self._latencies: dict[str, list[float]] = {"spill_seconds": [], "restore_seconds": []}
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -91,7 +94,16 @@ class TransferLedger:
         ]
         for transfer in completed:
             del self._pending[transfer.transfer_id]
+            seconds = time.monotonic() - transfer.started
+            for key, copies in (("spill_seconds", transfer.spills), ("restore_seconds", transfer.restores)):
+                if copies:
+                    self._latencies[key].append(seconds)
         return enqueued, completed
+
+    def take_latencies(self) -> dict[str, list[float]]:
+        """Seconds from planning to completion of transfers since the last call, by direction."""
+        latencies, self._latencies = self._latencies, {key: [] for key in self._latencies}
+        return latencies
 
     def _reached(self, transfer_id: int, phase: str, num_ranks: int) -> Transfer | None:
         transfer = self._pending.get(transfer_id)

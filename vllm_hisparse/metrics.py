@@ -1,0 +1,170 @@
+"""Every metric the plugin exports, as data, and how vLLM carries them from workers and scheduler to
+Prometheus and the log.
+
+A sample is `{key: {label value: number, or list of observations}}`; metrics without a label of their own use
+"".
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+__all__ = ["METRICS", "HiSparsePromMetrics", "HiSparseStats", "Metric", "Sample"]
+
+Sample = dict[str, dict[str, Any]]
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One exported metric: `vllm:hisparse_<key>`, with vLLM's labels and at most one of its own."""
+
+    key: str
+    kind: type  # Counter, Gauge or Histogram
+    help: str
+    label: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Name as registered; Prometheus appends `_total` to counters."""
+        return f"vllm:hisparse_{self.key}"
+
+
+METRICS = (
+    # From every rank's resolver and copies.
+    Metric("hits", Counter, "Selected rows of host-only pages found in the hot region.", "rank"),
+    Metric("misses", Counter, "Selected rows of host-only pages that had to be read from the host.", "rank"),
+    Metric("resident_rows", Counter, "Selected rows served from resident pages.", "rank"),
+    Metric(
+        "unreadable_rows",
+        Counter,
+        "Selected rows without a readable copy. Anything above 0 is a fault.",
+        "rank",
+    ),
+    Metric(
+        "overflowed_rows", Counter, "Selected rows that found no slot. Anything above 0 is a fault.", "rank"
+    ),
+    Metric("host_read_bytes", Counter, "Bytes of missing rows read from the host pool.", "rank"),
+    Metric("spilled_bytes", Counter, "Bytes of pages copied to the host pool.", "rank"),
+    Metric("restored_bytes", Counter, "Bytes of pages copied back to the device pool.", "rank"),
+    # From the scheduler.
+    Metric("requests", Gauge, "Requests that hold blocks, by residency.", "residency"),
+    Metric("pages", Gauge, "Pages of those requests, by state.", "state"),
+    Metric("hot_rows", Gauge, "Slots of all leased hot regions."),
+    Metric("free_device_blocks", Gauge, "Free blocks of the device pool; loose pages count as free."),
+    Metric("used_host_blocks", Gauge, "Host blocks leased by requests or copies in flight."),
+    Metric("cached_host_blocks", Gauge, "Host blocks that hold a published page, leased or not."),
+    Metric("transfers_in_flight", Gauge, "Transfers that not every rank has completed."),
+    Metric("page_events", Counter, "What happened to pages: spilled, restored, unpinned, lost, ...", "event"),
+    Metric("host_evictions", Counter, "Published host pages evicted to make room."),
+    Metric("regions_granted", Counter, "Hot regions leased."),
+    Metric("regions_returned", Counter, "Hot regions given back."),
+    Metric("watermark_crossings", Counter, "Times the free-block level moved across a watermark.", "into"),
+    Metric(
+        "waits_for_copies",
+        Counter,
+        "Times a request waited for copies in flight instead of preempting another.",
+    ),
+    Metric(
+        "spill_seconds", Histogram, "From planning a transfer to the host until every rank has completed it."
+    ),
+    Metric(
+        "restore_seconds",
+        Histogram,
+        "From planning a transfer to the device until every rank has completed it.",
+    ),
+)
+_BY_KEY = {metric.key: metric for metric in METRICS}
+
+
+class HiSparseStats(KVConnectorStats):
+    """Samples of one interval. Counters hold deltas, gauges the latest value, histograms all observations."""
+
+    data: Sample
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        """Whether nothing was sampled."""
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another rank's, or a later step's, sample."""
+        for key, values in other.data.items():
+            mine = self.data.setdefault(key, {})
+            for label, value in values.items():
+                mine[label] = _merged(_BY_KEY[key].kind, mine.get(label), value)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The interval in a few figures, for vLLM's log line. Rows and bytes are sums over ranks."""
+        hits, misses = _total(self.data, "hits"), _total(self.data, "misses")
+        figures: dict[str, int | float] = {
+            f"HiSparse {state} requests": int(n) for state, n in self.data.get("requests", {}).items()
+        }
+        if hits + misses:
+            figures["hit rate %"] = round(100 * hits / (hits + misses), 1)
+        for key, text in (("host_read_bytes", "host read MiB"), ("spilled_bytes", "spilled MiB")):
+            if key in self.data:
+                figures[text] = round(_total(self.data, key) / 2**20, 2)
+        for key, text in (("free_device_blocks", "free blocks"), ("waits_for_copies", "waits for copies")):
+            if key in self.data:
+                figures[text] = int(_total(self.data, key))
+        if spills := self.data.get("spill_seconds", {}).get(""):
+            figures["spill ms"] = round(1000 * sum(spills) / len(spills), 2)
+        return figures
+
+
+class HiSparsePromMetrics(KVConnectorPromMetrics):
+    """Registers `METRICS` with vLLM's labels and feeds them."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[type, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics = {}
+        for metric in METRICS:
+            extra: dict[str, Any] = {"buckets": SECONDS} if metric.kind is Histogram else {}
+            if metric.kind is Gauge:
+                extra["multiprocess_mode"] = "mostrecent"
+            names = [*labelnames, *([metric.label] if metric.label else [])]
+            self._metrics[metric.key] = metric_types[metric.kind](
+                name=metric.name, documentation=metric.help, labelnames=names, **extra
+            )
+
+    def observe(self, transfer_stats_data: Sample, engine_idx: int = 0) -> None:
+        """Record one sample of an engine."""
+        for key, values in transfer_stats_data.items():
+            for label, value in values.items():
+                own = [label] if _BY_KEY[key].label else []
+                child = self._metrics[key].labels(*self.per_engine_labelvalues[engine_idx], *own)
+                _record(_BY_KEY[key].kind, child, value)
+
+
+def _merged(kind: type, mine: Any, other: Any) -> Any:
+    if kind is Gauge or mine is None:
+        return other
+    return mine + other  # numbers add up, lists of observations follow each other
+
+
+def _record(kind: type, child: Any, value: Any) -> None:
+    if kind is Counter:
+        child.inc(value)
+    elif kind is Gauge:
+        child.set(value)
+    else:
+        for observation in value:
+            child.observe(observation)
+
+
+def _total(sample: Sample, key: str) -> float:
+    return sum(sample.get(key, {}).values())
