@@ -60,15 +60,18 @@ class BuildLibrary(build_ext):
 class BuildCuda(Command):
     """Compiles csrc/*.cu and bindings_cuda.cpp with nvcc and links `_C_cuda` into the package directory."""
 
+    boolean_options: ClassVar = ["lineinfo"]
     description = "build the CUDA library into the package directory"
     user_options: ClassVar = [
         ("arch=", None, f"comma-separated compute capabilities, default {','.join(CUDA_ARCHES)}"),
         ("jobs=", None, "files compiled at a time, default 4"),
+        ("lineinfo", None, "keep source lines for profilers; triples the library"),
     ]
 
     def initialize_options(self) -> None:
         self.arch: str | None = None
         self.jobs: str | None = None
+        self.lineinfo = False
 
     def finalize_options(self) -> None:
         self.arches = tuple((self.arch or ",".join(CUDA_ARCHES)).split(","))
@@ -91,7 +94,7 @@ class BuildCuda(Command):
         with ThreadPoolExecutor(self.num_jobs) as pool:
             list(pool.map(self.call, commands))
         library_directory = torch_directory() / "lib"
-        link = ["-shared", *map(str, objects), f"-L{library_directory}", "-ltorch_cpu"]
+        link = ["-shared", *map(str, objects), f"-L{library_directory}", "-ltorch_cpu", "-Xlinker=-s"]
         self.call([nvcc, *self.arch_flags(), *link, "-o", str(PACKAGE / CUDA_LIBRARY)])
 
     def arch_flags(self) -> list[str]:
@@ -103,7 +106,8 @@ class BuildCuda(Command):
         return [
             "-std=c++17",
             "-O3",
-            "-lineinfo",
+            "-Xfatbin=-compress-all",
+            *(["-lineinfo"] if self.lineinfo else []),
             "-DUSE_CUDA",  # makes the stable headers declare the CUDA entry points
             f"-DTORCH_TARGET_VERSION={TORCH_FLOOR}",
             f"-I{CSRC / 'include'}",
