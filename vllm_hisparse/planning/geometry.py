@@ -11,7 +11,7 @@ The stride is the widest of them; what the others leave empty is padding. Pure i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from vllm_hisparse.config import user_error
 
@@ -39,23 +39,12 @@ class Shape:
     page_tokens: int
 
     def __post_init__(self) -> None:
-        if (
-            min(
-                self.num_layers,
-                self.num_indexer_layers,
-                self.row_bytes,
-                self.indexer_row_bytes,
-                self.page_tokens,
-            )
-            < 1
-        ):
-            raise ValueError(
-                f"got {self}; need every count and size above 0 because a block holds rows of each kind"
-            )
-        for name, size in (("row", self.row_bytes), ("indexer page", self.indexer_page_bytes)):
+        if min(astuple(self)) < 1:
+            raise user_error(got=f"{self}", need="sizes above 0", because="a block holds rows of each kind")
+        for what, size in (("a row", self.row_bytes), ("an indexer page", self.indexer_page_bytes)):
             if size % ROW_ALIGNMENT:
                 raise user_error(
-                    got=f"a {name} of {size} bytes",
+                    got=f"{what} of {size} bytes",
                     need=f"a multiple of {ROW_ALIGNMENT}",
                     because="kernels move 16-byte words",
                 )
@@ -191,9 +180,9 @@ def make_geometry(shape: Shape, num_parts: int, indexer_pages: int) -> Geometry:
 def choose_geometry(shape: Shape, max_indexer_pages: int, bar: float = PADDING_BAR) -> Geometry:
     """Fewest indexer pages, then fewest parts, with the padding of every kind of block within `bar`.
 
-    Where there is none: the least padding of a typical request. Fewer indexer pages make finer prefix hits and
-    waste less at a request's tail; fewer parts make fewer tables and longer runs of rows. Looks at every pair of
-    the two: num_layers * max_indexer_pages of them.
+    Where there is none: the least padding of a typical request. Fewer indexer pages make finer prefix hits
+    and waste less at a request's tail; fewer parts make fewer tables and longer runs of rows. Looks at every
+    pair of the two: num_layers * max_indexer_pages of them.
     """
     candidates = [
         make_geometry(shape, num_parts, pages)

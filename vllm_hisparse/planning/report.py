@@ -62,12 +62,14 @@ def _host_line(layout: Layout) -> str:
 
 def _regions_line(vllm_config: Any, config: HiSparseConfig, layout: Layout) -> str:
     state = request_blocks(vllm_config, layout).state_bytes
-    page = layout.page_tokens
+    floor, start, cap = (
+        blocks * layout.page_tokens
+        for blocks in (layout.floor_hot_blocks, layout.start_hot_blocks, layout.max_hot_blocks)
+    )
     return (
-        f"{layout.num_regions} hot regions of {layout.floor_hot_blocks * page} to {layout.max_hot_rows} rows,"
-        f" {layout.start_hot_blocks * page} when granted ({config.verify_rows} x top-k {config.top_k} a step);"
-        f" policy {config.policy}, resolver state {state / MIB:.1f} MiB each, "
-        f"{layout.num_regions * state / MIB:.1f} MiB together"
+        f"{layout.num_regions} hot regions of {floor} to {cap} rows, {start} when granted; "
+        f"{config.verify_rows} x top-k {config.top_k} a step, policy {config.policy}, "
+        f"resolver state {state / MIB:.1f} MiB each, {layout.num_regions * state / MIB:.1f} MiB together"
     )
 
 
