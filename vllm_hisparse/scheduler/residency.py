@@ -9,6 +9,7 @@ calls `PageTable.advance`.
 from enum import Enum, IntEnum
 
 __all__ = [
+    "EVENTS",
     "STATES",
     "TRANSITIONS",
     "Device",
@@ -82,17 +83,28 @@ STATES: dict[PageState, tuple[Device, Host, str]] = {
 
 
 class Event(Enum):
-    """What can happen to a page."""
+    """What can happen to a page; see `EVENTS`."""
 
-    SPILL = "spill"  # a host block is leased and the copy goes into the next message
-    ENQUEUED = "enqueued"  # every rank has put the copy on its stream
-    COMPLETED = "completed"  # every rank has seen the copy end, either direction
-    UNPIN = "unpin"  # the device lease goes back; the page stays readable until reuse
-    REPIN = "repin"  # a lease is taken on blocks that were not reused yet
-    REUSED = "reused"  # the pool handed out one of the page's blocks
-    RESTORE = "restore"  # device blocks are leased and the copy goes into the next message
-    DEDUPLICATE = "deduplicate"  # the host pool already has this page, published by another request
+    SPILL = "spill"
+    ENQUEUED = "enqueued"
+    COMPLETED = "completed"
+    UNPIN = "unpin"
+    REPIN = "repin"
+    REUSED = "reused"
+    RESTORE = "restore"
+    DEDUPLICATE = "deduplicate"
 
+
+EVENTS: dict[Event, str] = {
+    Event.SPILL: "a host block is leased and the copy goes into the next message",
+    Event.ENQUEUED: "every rank has put the copy on its stream",
+    Event.COMPLETED: "every rank has seen the copy end, in either direction",
+    Event.UNPIN: "the device lease goes back; the page stays readable until its blocks are reused",
+    Event.REPIN: "a lease is taken on blocks that were not reused yet",
+    Event.REUSED: "the pool handed out one of the page's blocks",
+    Event.RESTORE: "device blocks are leased and the copy goes into the next message",
+    Event.DEDUPLICATE: "the host pool already has the page, published by another request",
+}
 
 TRANSITIONS: dict[tuple[PageState, Event], PageState] = {
     (PageState.DIRTY, Event.SPILL): PageState.SPILLING,
