@@ -57,6 +57,7 @@ METRICS = (
     Metric("free_device_blocks", Gauge, "Free blocks of the device pool; loose pages count as free."),
     Metric("used_host_blocks", Gauge, "Host blocks leased by requests or copies in flight."),
     Metric("cached_host_blocks", Gauge, "Host blocks that hold a published page, leased or not."),
+    Metric("host_run_blocks", Gauge, "Mean run of consecutive host blocks, of all pages spilled so far."),
     Metric("transfers_in_flight", Gauge, "Transfers that not every rank has completed."),
     Metric("page_events", Counter, "What happened to pages: spilled, restored, unpinned, lost, ...", "event"),
     Metric("host_evictions", Counter, "Published host pages evicted to make room."),

@@ -214,7 +214,9 @@ class HiSparseCoordinator:
     def _record(self, request_id: str) -> Record:
         record = self.records.get(request_id)
         if record is None:
-            record = self.records[request_id] = Record(self.requests[request_id], PageTable(request_id))
+            record = self.records[request_id] = Record(
+                self.requests[request_id], PageTable(request_id), self.layout.page_tokens
+            )
         return record
 
     def _note_growth(self, record: Record) -> None:

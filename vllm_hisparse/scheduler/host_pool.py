@@ -1,6 +1,6 @@
 """The host tier's block pool, and prefix lookup over both tiers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
@@ -69,6 +69,31 @@ class HostPool(BlockPool):
     def num_published(self) -> int:
         """Pages that a lookup can find on the host."""
         return len(self.cached_block_hash_to_block)
+
+    def is_free(self, block_id: int) -> bool:
+        """Whether the block exists and nobody leases it."""
+        return 0 < block_id < self.num_gpu_blocks and self.blocks[block_id].ref_cnt == 0
+
+    def is_published(self, block_id: int) -> bool:
+        """Whether a lookup can find the block's page."""
+        return self.blocks[block_id].block_hash is not None
+
+    def free_in_order(self) -> Iterator[KVCacheBlock]:
+        """Free blocks, next to be handed out first."""
+        queue = self.free_block_queue
+        block = queue.fake_free_list_head.next_free_block
+        while block is not None and block is not queue.fake_free_list_tail:
+            yield block
+            block = block.next_free_block
+
+    def take_block(self, block_id: int) -> KVCacheBlock:
+        """Lease this free block; like `get_new_blocks`, but of the caller's choice."""
+        block = self.blocks[block_id]
+        assert block.ref_cnt == 0 and not block.is_null
+        self.free_block_queue.remove(block)
+        self._maybe_evict_cached_block(block)
+        block.ref_cnt = 1
+        return block
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         evicted = super()._maybe_evict_cached_block(block)

@@ -21,8 +21,9 @@ def check(coordinator: "HiSparseCoordinator", retained: Iterable[KVCacheBlock] =
     """Raise AssertionError unless every page is readable, every block's references have owners, and all
     leases balance.
 
-    `retained`: device blocks that vLLM's scheduler holds for reasons of its own (frees it has deferred).
+    `retained`: blocks of either pool that vLLM's scheduler holds for reasons of its own (frees it has deferred).
     """
+    retained = list(retained)
     coordinator.leases.check_integrity(coordinator.records.values())
     for record in coordinator.records.values():
         assert not record.needs_region or record.region is not None, (
@@ -30,7 +31,7 @@ def check(coordinator: "HiSparseCoordinator", retained: Iterable[KVCacheBlock] =
         )
     _check_slots(coordinator)
     _check_regions(coordinator)
-    _check_host_leases(coordinator)
+    _check_host_leases(coordinator, retained)
     _check_device_leases(coordinator, retained)
     coordinator.host_pool.check_integrity()
 
@@ -48,8 +49,8 @@ def _check_regions(coordinator: "HiSparseCoordinator") -> None:
     coordinator.regions.check_integrity(held + returning)
 
 
-def _check_host_leases(coordinator: "HiSparseCoordinator") -> None:
-    owners: Counter[int] = Counter()
+def _check_host_leases(coordinator: "HiSparseCoordinator", retained: Iterable[KVCacheBlock]) -> None:
+    owners: Counter[int] = Counter(b.block_id for b in retained if b.pool is coordinator.host_pool)
     for blocks in coordinator.source.req_to_blocks.values():
         owners.update(b.block_id for b in blocks if not b.is_null)
     for transfer in (*coordinator.ledger, coordinator.transfer):
@@ -60,7 +61,7 @@ def _check_host_leases(coordinator: "HiSparseCoordinator") -> None:
 
 
 def _check_device_leases(coordinator: "HiSparseCoordinator", retained: Iterable[KVCacheBlock]) -> None:
-    owners: Counter[int] = Counter(b.block_id for b in retained)
+    owners: Counter[int] = Counter(b.block_id for b in retained if b.pool is coordinator.pool)
     for manager in coordinator.on_device:
         for blocks in manager.req_to_blocks.values():
             owners.update(b.block_id for b in blocks if not b.is_null)

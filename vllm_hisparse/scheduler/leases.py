@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash
 
 from vllm_hisparse.messages import PageWrite
 
+from .extents import Extents
 from .host_pool import HostPool
 from .managers import ResidentManager, SourceManager
 from .records import Record
@@ -48,6 +49,7 @@ class PageLeases:
         self._host_pool = host_pool
         self._pool = resident[0].block_pool
         self._num_parts = len(resident)
+        self.extents = Extents(host_pool)
         self.counters = PageCounters()
         self._loose: dict[
             int, dict[tuple[Record, int], None]
@@ -116,7 +118,9 @@ class PageLeases:
             return True
         if self._host_pool.get_num_free_blocks() == 0 or any(b.block_id in self._copying for b in blocks):
             return False
-        (host,) = self._host_pool.get_new_blocks(1)
+        host = self.extents.take(
+            record, self._source.host_block(record.request_id, page - 1), record.num_pages_left(page)
+        )
         self._source.hold(record.request_id, page, host)
         record.pages.advance(page, Event.SPILL)
         transfer.spills.append(PageCopy(record, page, blocks, host))
@@ -159,6 +163,7 @@ class PageLeases:
         Device leases that went back already leave the managers' rows here. Blocks that a copy still reads or
         writes are unpinned instead of freed, so that their reuse is noticed and ordered after the copy.
         """
+        self.extents.forget(record)
         kept = set()
         for page in range(len(record.pages)):
             device, host, _ = STATES[record.pages[page]]

@@ -87,8 +87,9 @@ class SourceManager(FullAttentionManager):
         blocks[page] = block
 
     def host_block(self, request_id: str, page: int) -> KVCacheBlock:
-        """The host block of `page`."""
-        return self.req_to_blocks[request_id][page]
+        """The host block of `page`, the null block if it has none."""
+        blocks = self.req_to_blocks.get(request_id, ())
+        return blocks[page] if 0 <= page < len(blocks) else self._null_block
 
     def publish(self, request: Request, page: int, block: KVCacheBlock) -> None:
         """Make a written host page findable by its hash."""

@@ -153,7 +153,7 @@ class Pressure:
     def _materialise(self) -> None:
         budget = MAX_SPILLED_PAGES
         for record in list(self._unsealed):
-            sealed = record.num_sealed(self._page_tokens, self._coordinator.num_reprefillable)
+            sealed = record.num_sealed(self._coordinator.num_reprefillable)
             while budget and record.next_spill < sealed:
                 page = record.next_spill
                 if record.pages[page] is PageState.DIRTY:

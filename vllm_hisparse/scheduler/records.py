@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from vllm.v1.request import Request
 
 from .regions import Region
-from .residency import RECLAIMED, PageState, PageTable
+from .residency import RECLAIMED, PageTable
 
 __all__ = ["Record"]
 
@@ -16,6 +16,7 @@ class Record:
 
     request: Request
     pages: PageTable
+    page_tokens: int
     slot: int = -1  # request slot at the workers; -1 until first scheduled
     region: Region | None = None
     num_sent: int = 0  # pages whose table entries the workers have
@@ -32,16 +33,16 @@ class Record:
         """Whether some page may have to be read from the host now or as soon as a block is reused."""
         return self.pages.num_host_only > 0 or self.pages.count(*RECLAIMED) > 0
 
-    def num_sealed(self, page_tokens: int, num_reprefillable: int) -> int:
+    def num_sealed(self, num_reprefillable: int) -> int:
         """Pages that no step writes again: full, and written by steps whose output has been processed.
 
         Tokens in flight may be rolled back (rejected drafts) and the last `num_reprefillable` may be
         rewritten.
         """
         settled = self.request.num_computed_tokens - self.request.num_in_flight_tokens - num_reprefillable
-        return min(max(settled, 0) // page_tokens, len(self.pages))
+        return min(max(settled, 0) // self.page_tokens, len(self.pages))
 
-    @property
-    def is_returning(self) -> bool:
-        """Whether pages are on their way back to the device."""
-        return self.pages.count(PageState.RESTORING) > 0
+    def num_pages_left(self, page: int) -> int:
+        """Pages from `page` on, if the request generates all it may."""
+        tokens = self.request.num_prompt_tokens + self.request.max_tokens
+        return max(-(-tokens // self.page_tokens) - page, 1)

@@ -49,6 +49,7 @@ class SchedulerSampler:
             "free_device_blocks": {"": coordinator.pool.get_num_free_blocks()},
             "used_host_blocks": {"": host.num_gpu_blocks - 1 - host.get_num_free_blocks()},
             "cached_host_blocks": {"": host.num_published},
+            "host_run_blocks": {"": coordinator.leases.extents.mean_run},
             "transfers_in_flight": {"": len(coordinator.ledger)},
         }
 
