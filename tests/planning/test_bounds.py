@@ -12,6 +12,7 @@ from vllm_hisparse.planning.bounds import (
     active_tail_pages,
     admission_concurrency,
     request_blocks,
+    result_bytes,
     state_bytes,
     steady_concurrency,
     table_bytes,
@@ -41,8 +42,8 @@ def test_a_long_request_on_glm_52() -> None:
         start_hot_blocks=64,
         max_hot_blocks=128,
         max_pages=3168,
-        # 21 groups: 6 bytes a position, 8 bytes a slot, a clock
-        state_bytes=21 * (6 * 202752 + 8 * 8192 + 4),
+        # 21 groups: 2 bytes a position, 8 bytes a slot, a clock
+        state_bytes=21 * (2 * 202752 + 8 * 8192 + 4),
     )
     assert need.admission_pages == 32 + 2 + 256
     assert need.admission_blocks == 1056 + 6 * 290 == 2796
@@ -73,26 +74,30 @@ def test_tail(rows: int, pages: int) -> None:
 
 
 def test_state_and_tables() -> None:
-    assert state_bytes(1, 100, 10, keeps_frequency=False) == 2 * 100 + 8 * 10 + 4
-    assert state_bytes(3, 100, 10, keeps_frequency=True) == 3 * (6 * 100 + 8 * 10 + 4)
-    lru = request_blocks(engine(policy="lru"), plan_of("FS"))
-    assert lru.state_bytes == 2 * 65536 + 8 * 8192 + 4
+    assert state_bytes(3, 100, 10) == 3 * (2 * 100 + 8 * 10 + 4)
     need = request_blocks(engine(), plan_of(PATTERNS["glm-5.2"]))
     # 7 tables of 1024 pages for 64 requests, and 6 of 128 blocks for 10 regions
     assert table_bytes(need, num_regions=10, max_requests=64) == 4 * (7 * 64 * 1024 + 6 * 10 * 128)
 
 
+def test_results() -> None:
+    """Groups that straddle two parts have two planes of rows."""
+    straddling = plan_of(PATTERNS["glm-5.2"])
+    assert result_bytes(straddling, 2048, 8192, 64, 2048) == 4 * (2 * 8192 * 2048 + 2 * 64 * 2048)
+    assert result_bytes(plan_of("FF"), 2048, 100, 3, 50) == 4 * (100 * 2048 + 2 * 3 * 50)
+
+
 def test_regions() -> None:
     """A region takes 34 blocks of the pool; state takes 1/16 of it, or 64 MiB where that is more."""
     need = request_blocks(engine(), plan_of(PATTERNS["glm-tiny"]))
-    state = 8 * (6 * 65536 + 8 * 8192 + 4)
+    state = 8 * (2 * 65536 + 8 * 8192 + 4)
     assert need.state_bytes == state
     assert need.num_regions(341, 341120, 64) == 10  # 340 blocks
     assert need.num_regions(340, 341120, 64) == 9
     assert need.num_regions(20, 341120, 64) == 1  # never none
-    assert need.num_regions(100_000, 341120, 1000) == 100_000 * 341120 // 16 // state == 580
+    assert need.num_regions(100_000, 341120, 2000) == 100_000 * 341120 // 16 // state == 1355
     assert need.num_regions(100_000, 341120, 64) == 64
-    assert need.num_regions(2000, 341120, 1000) == 64 * MIB // state == 18
+    assert need.num_regions(2000, 341120, 1000) == 64 * MIB // state == 42  # 58 would fit the pool
 
 
 def tiny_need(**changes: Any) -> RequestBlocks:

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from tests.planning.engines import PATTERNS, engine, kv_layout, layer_specs
-from vllm_hisparse.config import GIB, MIB
+from tests.planning.engines import PATTERNS, connector, engine, kv_layout, layer_specs, multi
+from vllm_hisparse.config import GIB
 from vllm_hisparse.planning.bounds import request_blocks
 from vllm_hisparse.planning.groups import kv_cache_groups
 from vllm_hisparse.planning.layout import Layout, layout_from
-from vllm_hisparse.planning.pools import device_overhead_bytes, kv_cache_config
+from vllm_hisparse.planning.pools import device_overhead_bytes, host_pool_bytes, kv_cache_config
 from vllm_hisparse.planning.specs import ResidentSpec
 
 TINY_STRIDE = 341120
@@ -26,8 +26,13 @@ def test_sizes() -> None:
     vllm_config = engine()
     config = plan(vllm_config, 4 * GIB)
     layout = layout_from(vllm_config, config)
-    overhead = device_overhead_bytes(vllm_config, layout, layout.num_regions)
-    assert 256 * MIB < overhead < 600 * MIB
+    overhead = device_overhead_bytes(vllm_config, layout, layout.num_regions, layout.num_host_blocks)
+    assert layout.num_regions == 64
+    state = 64 * 8 * (2 * 65536 + 8 * 8192 + 4)
+    tables = 4 * (2 * 64 * 1024 + 64 * 128)
+    results = 4 * (8192 * 2048 + 2 * 64 * 2048)
+    staging = 3196 * 64 * 656  # a page of every host block, less than 256 MiB
+    assert overhead == state + tables + results + staging + 64 * 656
     assert config.num_blocks == (4 * GIB - overhead) // TINY_STRIDE
     assert config.num_blocks * TINY_STRIDE + overhead <= 4 * GIB
     assert config.hisparse_host_num_blocks == GIB // TINY_HOST_BLOCK
@@ -76,6 +81,10 @@ def test_planning_again_with_a_smaller_pool_takes_nothing_away() -> None:
 
 def test_a_pool_for_measuring_graphs_has_the_size_asked_for() -> None:
     assert plan(engine(), 64 * TINY_STRIDE).num_blocks == 64
+
+
+def test_host_pool_bytes_of_a_nested_connector() -> None:
+    assert host_pool_bytes(engine(multi(multi(connector(host_pool_gib=2.5))))) == 5 * GIB // 2
 
 
 def test_host_pool_must_hold_the_longest_request() -> None:

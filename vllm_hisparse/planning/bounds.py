@@ -93,20 +93,26 @@ def request_blocks(vllm_config: Any, plan: LayerPlan, num_tokens: int | None = N
         start_hot_blocks=hot[1],
         max_hot_blocks=hot[2],
         max_pages=max_pages,
-        state_bytes=state_bytes(
-            len(plan.index_groups), max_pages * page, hot[2] * page, keeps_frequency=config.policy == "lrfu"
-        ),
+        state_bytes=state_bytes(len(plan.index_groups), max_pages * page, hot[2] * page),
     )
 
 
-def state_bytes(num_groups: int, num_positions: int, num_slots: int, *, keeps_frequency: bool) -> int:
+def state_bytes(num_groups: int, num_positions: int, num_slots: int) -> int:
     """Resolver state of one hot region over `num_groups` index groups.
 
-    Position -> slot (int16), slot -> position and eviction key (int32 each), clock (int32), and for a policy
-    that keeps a value a position its frequency (int32).
+    Position -> slot (int16), slot -> position and eviction key (int32 each), clock (int32).
     """
-    per_position = 2 + 4 * keeps_frequency
-    return num_groups * (per_position * num_positions + 8 * num_slots + 4)
+    return num_groups * (2 * num_positions + 8 * num_slots + 4)
+
+
+def result_bytes(plan: LayerPlan, top_k: int, max_tokens: int, max_requests: int, planned_rows: int) -> int:
+    """What a resolver writes in a step, for one index group: the next one may reuse it.
+
+    Physical rows of a selection (int32 [parts of a group, tokens, top_k]) and the plan of its misses (two
+    int32 [requests, planned rows]); counts are small.
+    """
+    rows = max(len(parts) for parts in plan.group_parts) * max_tokens * top_k
+    return 4 * (rows + 2 * max_requests * planned_rows)
 
 
 def table_bytes(need: RequestBlocks, num_regions: int, max_requests: int) -> int:

@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheT
 
 from vllm_hisparse.config import GIB, HiSparseConfig, user_error
 
-from .bounds import RequestBlocks, request_blocks, table_bytes
+from .bounds import RequestBlocks, request_blocks, result_bytes, table_bytes
 from .layout import LayerPlan, Layout, layout_from
 from .specs import ResidentSpec, resident_name
 
@@ -31,12 +31,12 @@ def kv_cache_config(
     """
     plan = next(g.kv_cache_spec.plan for g in kv_cache_groups if isinstance(g.kv_cache_spec, ResidentSpec))
     _check_kv_layout(vllm_config)
-    need = request_blocks(vllm_config, plan)
+    num_host_blocks = _num_host_blocks(plan, request_blocks(vllm_config, plan), host_budget)
     config = KVCacheConfig(
-        num_blocks=_num_device_blocks(vllm_config, kv_cache_groups, plan, need, available_memory),
+        num_blocks=_num_device_blocks(vllm_config, kv_cache_groups, plan, available_memory, num_host_blocks),
         kv_cache_tensors=[],
         kv_cache_groups=[_reserved(group) for group in kv_cache_groups],
-        hisparse_host_num_blocks=_num_host_blocks(plan, need, host_budget),
+        hisparse_host_num_blocks=num_host_blocks,
         hisparse_host_block_stride=len(plan.layers) * plan.page_bytes,
         hisparse_shared_host_pool=False,
         prefix_cache_retention_interval=vllm_config.cache_config.prefix_cache_retention_interval,
@@ -46,26 +46,42 @@ def kv_cache_config(
     return config
 
 
-def device_overhead_bytes(vllm_config: VllmConfig, plan: LayerPlan, num_regions: int) -> int:
-    """Device memory beside the pool: the regions' resolver state, block tables, prefill staging, slack."""
+def device_overhead_bytes(
+    vllm_config: VllmConfig, plan: LayerPlan, num_regions: int, num_host_blocks: int
+) -> int:
+    """Device memory beside the pool: region state, tables, a resolver's results, prefill staging, slack."""
     need = request_blocks(vllm_config, plan)
-    tables = table_bytes(need, num_regions, int(vllm_config.scheduler_config.max_num_seqs))
-    staging = HiSparseConfig.from_vllm_config(vllm_config).prefill_staging_bytes
-    return num_regions * need.state_bytes + tables + staging + plan.page_bytes
+    config = HiSparseConfig.from_vllm_config(vllm_config)
+    scheduler = vllm_config.scheduler_config
+    max_requests = int(scheduler.max_num_seqs)
+    results = result_bytes(
+        plan,
+        config.top_k,
+        int(scheduler.max_num_batched_tokens),
+        max_requests,
+        min(config.floor_hot_rows, need.max_hot_blocks * plan.page_tokens),
+    )
+    staging = min(config.prefill_staging_bytes, num_host_blocks * plan.page_bytes)
+    tables = table_bytes(need, num_regions, max_requests)
+    return num_regions * need.state_bytes + tables + results + staging + plan.page_bytes
+
+
+def host_pool_bytes(vllm_config: VllmConfig) -> int:
+    """Size of the host pool. Takes the place of vLLM's, which does not look into a nested MultiConnector."""
+    return HiSparseConfig.from_vllm_config(vllm_config).host_pool_bytes
 
 
 def _num_device_blocks(
     vllm_config: VllmConfig,
     groups: list[KVCacheGroupSpec],
     plan: LayerPlan,
-    need: RequestBlocks,
     available_memory: int,
+    num_host_blocks: int,
 ) -> int:
     """Blocks in the memory, less what is set aside.
 
-    Nothing is set aside from a pool that could not admit one request afterwards: vLLM has refused those
-    before, so it is the throwaway pool that graphs are captured with to measure them, and there the number
-    is what was asked for.
+    Nothing is set aside from a pool that could not admit one request afterwards. vLLM has refused those
+    already, so it is the throwaway pool in which graphs are captured to measure them, as large as was asked for.
     """
     stride = plan.block_stride_bytes
     num_blocks = available_memory // stride
@@ -75,8 +91,10 @@ def _num_device_blocks(
         return min(int(override), num_blocks) or int(override)
     if any(isinstance(g.kv_cache_spec, ResidentSpec) and g.kv_cache_spec.memory_reserved for g in groups):
         return num_blocks
+    need = request_blocks(vllm_config, plan)
     regions = need.num_regions(num_blocks, stride, int(vllm_config.scheduler_config.max_num_seqs))
-    overhead = device_overhead_bytes(vllm_config, plan, regions)  # enough: fewer blocks allow no more regions
+    # Enough: fewer blocks allow no more regions.
+    overhead = device_overhead_bytes(vllm_config, plan, regions, num_host_blocks)
     remaining = max(0, available_memory - overhead) // stride
     return remaining if remaining > need.admission_blocks else num_blocks
 

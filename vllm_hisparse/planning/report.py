@@ -13,7 +13,7 @@ from .layout import Layout
 ADVICE = {
     "device": "raise gpu_memory_utilization or lower max_model_len",
     "host": "raise host_pool_gib",
-    "regions": "policy=lru takes less resolver state a region, a lower max_hot_rows too",
+    "regions": "lower max_model_len or max_hot_rows, which the resolver's state of a region grows with",
     "max_num_seqs": "raise max_num_seqs",
 }
 
