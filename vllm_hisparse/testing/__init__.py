@@ -1,0 +1,1 @@
+"""What tests, examples and the demo share. Not used by the plugin itself."""

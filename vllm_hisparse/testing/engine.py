@@ -1,0 +1,104 @@
+"""Engines in this process, their outputs as values that compare bit by bit, and prompts for them."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
+FIRST_WORD = 3  # the tokens before it are special
+NUM_LOGPROBS = 3
+
+DEFAULTS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+    "num_gpu_blocks_override": 256,
+    "kv_cache_memory_bytes": 256 << 20,
+    "disable_log_stats": False,  # keeps the counters
+    "seed": 0,
+}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a request produced."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[tuple[tuple[int, float], ...], ...]  # of the best tokens, by token id
+
+
+@contextmanager
+def engine(model: Path, **options: Any) -> Iterator[LLM]:
+    """An LLM in this process, taken down on exit. `options` stand before `DEFAULTS`."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    with patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
+        llm = LLM(str(model), **{**DEFAULTS, **options})
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            cleanup_dist_env_and_memory()
+
+
+def complete(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int | Sequence[int]) -> list[Completion]:
+    """Greedy completions of `num_tokens` each, of all prompts at once."""
+    lengths = [num_tokens] * len(prompts) if isinstance(num_tokens, int) else num_tokens
+    requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    results = llm.generate(requests, [greedy(n) for n in lengths], use_tqdm=False)
+    return [completion(result) for result in results]
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    """Sampling parameters of exactly `num_tokens` tokens."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=num_tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=NUM_LOGPROBS
+    )
+
+
+def completion(result: RequestOutput) -> Completion:
+    """What a finished request produced."""
+    (output,) = result.outputs
+    return Completion(
+        tuple(output.token_ids),
+        tuple(tuple(sorted((t, p.logprob) for t, p in step.items())) for step in output.logprobs),
+    )
+
+
+def counters(llm: LLM) -> dict[str, float]:
+    """vLLM's counters by name, summed over labels."""
+    from vllm.v1.metrics.reader import Counter
+
+    values: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if isinstance(metric, Counter):
+            values[metric.name] = values.get(metric.name, 0) + metric.value
+    return values
+
+
+def random_prompts(
+    count: int, shortest: int, longest: int, *, seed: int = 0, shared: int = 0, vocab_size: int = 512
+) -> list[list[int]]:
+    """Prompts of random words with random lengths, after `shared` words that all of them begin with."""
+    rng = random.Random(seed)
+
+    def words(n: int) -> list[int]:
+        return [rng.randrange(FIRST_WORD, vocab_size) for _ in range(n)]
+
+    prefix = words(shared)
+    return [prefix + words(rng.randint(shortest, longest)) for _ in range(count)]
