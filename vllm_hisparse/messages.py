@@ -82,10 +82,15 @@ class Acknowledgement(msgspec.Struct, frozen=True, array_like=True):
 
     enqueued: dict[int, int] = {}
     completed: dict[int, int] = {}
+    misses: dict[int, int] = {}  # request slot -> rows read from the host in a step, sampled
 
     def plus(self, other: "Acknowledgement") -> "Acknowledgement":
-        """Counts of both, summed by transfer id."""
-        return Acknowledgement(_sum(self.enqueued, other.enqueued), _sum(self.completed, other.completed))
+        """Counts of both ranks, summed by transfer id."""
+        return Acknowledgement(
+            _sum(self.enqueued, other.enqueued),
+            _sum(self.completed, other.completed),
+            {**self.misses, **other.misses},  # every rank resolves the same selections
+        )
 
 
 def _sum(a: dict[int, int], b: dict[int, int]) -> dict[int, int]:

@@ -61,8 +61,7 @@ METRICS = (
     Metric("transfers_in_flight", Gauge, "Transfers that not every rank has completed."),
     Metric("page_events", Counter, "What happened to pages: spilled, restored, unpinned, lost, ...", "event"),
     Metric("host_evictions", Counter, "Published host pages evicted to make room."),
-    Metric("regions_granted", Counter, "Hot regions leased."),
-    Metric("regions_returned", Counter, "Hot regions given back."),
+    Metric("region_events", Counter, "Hot regions granted and returned; blocks grown and shrunk.", "event"),
     Metric("watermark_crossings", Counter, "Times the free-block level moved across a watermark.", "into"),
     Metric(
         "waits_for_copies",

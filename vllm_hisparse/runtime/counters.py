@@ -1,10 +1,10 @@
-"""The resolvers' counters, read without stopping the stream."""
+"""What the resolvers count, read without stopping the stream."""
 
 import torch
 
 from vllm_hisparse import ops
 
-__all__ = ["Counters"]
+__all__ = ["Counters", "MissProbe"]
 
 
 class Counters:
@@ -33,3 +33,33 @@ class Counters:
         """Totals of all index groups now, by name. Synchronises: for tests and the demo."""
         total = self.rows.sum(0).tolist()
         return {counter.name.lower(): total[counter] for counter in ops.Counter}
+
+
+class MissProbe:
+    """int32 [index groups, batch rows] on the device: rows that each batch row's selections planned to read.
+
+    `sample` never waits: what it returns may be a step or more old.
+    """
+
+    def __init__(self, num_groups: int, max_batch: int, device: torch.device) -> None:
+        self.rows = torch.zeros((num_groups, max_batch), dtype=torch.int32, device=device)
+        self._on_cuda = device.type == "cuda"
+        self._copy = torch.zeros_like(self.rows, device="cpu", pin_memory=self._on_cuda)
+        self._arrived = torch.Event(device=device) if self._on_cuda else None
+        self._slots: list[int] = []  # request slots of the batch that was copied
+
+    def sample(self, slots: list[int]) -> dict[int, int]:
+        """Misses by request slot, of the last copy that has arrived; starts the next, of a batch with
+        `slots`.
+        """
+        if self._arrived is not None and not self._arrived.query():
+            return {}
+        if self._arrived is None:
+            self._slots = slots
+            self._copy.copy_(self.rows)
+        sampled = dict(zip(self._slots, self._copy.sum(0).tolist(), strict=False))
+        if self._arrived is not None:
+            self._slots = list(slots)
+            self._copy.copy_(self.rows, non_blocking=True)
+            self._arrived.record()
+        return sampled

@@ -35,7 +35,7 @@ class GroupResolver:
         self._counts = _int32(max_rows, device)
         self._plan_host_row = _int32((layout.max_requests, planned), device)
         self._plan_slot = _int32((layout.max_requests, planned), device)
-        self._plan_count = _int32(layout.max_requests, device)
+        self._plan_count = runtime.misses.rows[group]
         self._counters = runtime.counters.rows[group]
 
     def resolve(self, topk: torch.Tensor, query_start: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.messages import Binding, Copy, PageWrite, RegionWrite
 from vllm_hisparse.planning.layout import Layout
 
-from .counters import Counters
+from .counters import Counters, MissProbe
 from .memory import Memory
 from .resolver import GroupResolver
 from .staging import Staging
@@ -36,11 +36,13 @@ class HiSparseRuntime:
         self.tables = PageTables(layout, device)
         self.staging = Staging(self, device)
         self.counters = Counters(len(layout.index_groups), device)
+        self.misses = MissProbe(len(layout.index_groups), layout.max_requests, device)
         self.num_spilled_pages = 0
         self.num_restored_pages = 0
         self.resolvers: list[GroupResolver] = []
         self.groups: list[HiSparseIndexGroup] = []
         self.batch: list[int] = []  # request slot of each batch row
+        self._regions: dict[int, tuple[int, int]] = {}  # request slot -> (region, slots)
         self._host_only: dict[int, set[int]] = {}  # request slot -> pages that only the host has
 
     def add_group(self, group: "HiSparseIndexGroup") -> None:
@@ -57,14 +59,20 @@ class HiSparseRuntime:
         self.tables.clear(slots)
         for slot in slots:
             self._host_only[slot] = set()
+            self._regions.pop(slot, None)
 
     def write_regions(self, writes: tuple[RegionWrite, ...]) -> None:
-        """Hand out hot regions, or take them away."""
+        """Hand out hot regions, resize them or take them away. Rows in surviving slots stay where they are."""
+        kept_slots: dict[int, int] = {}  # region -> slots that keep their rows
         for write in writes:
+            known, rows = self._regions.pop(write.slot, (-1, 0))
+            if write.region >= 0:
+                kept_slots[write.region] = min(rows, write.num_rows) if known == write.region else 0
+                self._regions[write.slot] = (write.region, write.num_rows)
             self.tables.write_region(write)
-        if granted := [w.region for w in writes if w.region >= 0]:
+        if kept_slots:
             for resolver in self.resolvers:
-                resolver.state.reset(granted)
+                resolver.state.keep(kept_slots)
 
     def write_pages(self, writes: tuple[PageWrite, ...]) -> None:
         """Apply residency deltas."""
@@ -81,6 +89,10 @@ class HiSparseRuntime:
         for group in self.groups:
             for handle in group.handles:
                 handle.all_context_pages_resident = resident
+
+    def sample_misses(self) -> dict[int, int]:
+        """Rows that the latest sampled step read from the host, by request slot, for slots with a region."""
+        return {slot: n for slot, n in self.misses.sample(self.batch).items() if slot in self._regions}
 
     def num_host_only(self, slot: int) -> int:
         """Pages of the request slot that only the host has."""

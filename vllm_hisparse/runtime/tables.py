@@ -91,15 +91,17 @@ class SelectionState:
             clock=torch.zeros(regions, dtype=torch.int32, device=device),
         )
 
-    def reset(self, regions: list[int]) -> None:
-        """Forget everything that `regions` held; they have new owners."""
-        ids = torch.tensor(regions, dtype=torch.int32, device=self.clock.device)
+    def keep(self, num_slots: dict[int, int]) -> None:
+        """Forget what regions hold beyond the slots they keep; `num_slots` 0 for one with a new owner."""
+        ids, kept = torch.tensor(
+            [list(num_slots), list(num_slots.values())], dtype=torch.int32, device=self.clock.device
+        )
         ops.forget(
             self.slot_of,
             self.position_of,
             self.key,
             self.clock,
             ids,
-            first_slot=torch.zeros_like(ids),
+            first_slot=kept,
             first_position=torch.full_like(ids, EVERY_POSITION),
         )

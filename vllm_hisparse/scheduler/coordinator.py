@@ -61,6 +61,7 @@ class HiSparseCoordinator:
         self.num_reprefillable = num_reprefillable
         self.num_waits = 0  # since start: requests told to wait for copies rather than preempt
         self._free_slots = list(range(layout.max_requests - 1, -1, -1))
+        self._by_slot: dict[int, Record] = {}
         self._grown: dict[Record, None] = {}  # have pages that the workers do not know
         self._unbound: list[str] = []
         self._region_writes: dict[int, RegionWrite] = {}  # by slot: the last one of a step counts
@@ -138,9 +139,10 @@ class HiSparseCoordinator:
         kept = self.leases.give_up(record)
         record.alive = False
         if record.region is not None:
-            self.regions.release(record.region)
+            self.regions.release(self.regions.close(record.region))
         if record.slot >= 0:
             self._free_slots.append(record.slot)
+            del self._by_slot[record.slot]
             self._region_writes.pop(record.slot, None)
             self._unbound.append(request_id)
         self._grown.pop(record, None)
@@ -174,10 +176,13 @@ class HiSparseCoordinator:
 
     def acknowledge(self, ack: Acknowledgement) -> None:
         """Apply the workers' answers: leases of enqueued copies may go back, finished pages are published."""
+        for slot, misses in ack.misses.items():
+            if (record := self._by_slot.get(slot)) is not None:
+                record.num_misses = misses
         enqueued, completed = self.ledger.acknowledge(ack)
         for transfer in enqueued:
             self.leases.enqueued(transfer)
-            self._release_regions(transfer)
+            self._release_cuts(transfer)
         for transfer in completed:
             self.leases.completed(transfer)
         if enqueued:
@@ -185,7 +190,9 @@ class HiSparseCoordinator:
 
     def wait_for_copies(self) -> bool:
         """Whether leases can go back as soon as copies in flight are acknowledged as enqueued."""
-        waits = any(r.pages.count(PageState.SPILLING) for r in self.records.values())
+        waits = any(t.cuts for t in self.ledger) or any(
+            r.pages.count(PageState.SPILLING) for r in self.records.values()
+        )
         self.num_waits += waits
         return waits
 
@@ -195,17 +202,28 @@ class HiSparseCoordinator:
         """Lease a hot region for the request."""
         assert record.region is None
         record.region = self.regions.lease()
-        if record.slot >= 0:
-            self._write_region(record)
+        self._write_region(record)
         self.pressure.note_region(record)
 
-    def return_region(self, record: Record) -> None:
-        """Take the request's region away.
+    def grow_region(self, record: Record, num_blocks: int) -> None:
+        """Give the request's region `num_blocks` more blocks of every part."""
+        assert record.region is not None
+        self.regions.grow(record.region, num_blocks)
+        self._write_region(record)
 
-        Its blocks go back once every rank has acknowledged that its slots are dead.
+    def shrink_region(self, record: Record, num_blocks: int) -> None:
+        """Take the last `num_blocks` blocks of every part from the region.
+
+        They go back once every rank has acknowledged that their slots are dead.
         """
+        assert record.region is not None
+        self.transfer.cuts.append(self.regions.shrink(record.region, num_blocks))
+        self._write_region(record)
+
+    def return_region(self, record: Record) -> None:
+        """Take the request's region away, as `shrink_region` takes a part of it."""
         assert record.region is not None and not record.needs_region
-        self.transfer.regions.append(record.region)
+        self.transfer.cuts.append(self.regions.close(record.region))
         record.region = None
         self._write_region(record)
 
@@ -231,6 +249,7 @@ class HiSparseCoordinator:
             record = self._record(request_id)
             if record.slot < 0:
                 record.slot = self._free_slots.pop()
+                self._by_slot[record.slot] = record
                 bound.append(Binding(request_id, record.slot))
                 self._grown[record] = None
                 if record.region is not None:
@@ -239,6 +258,8 @@ class HiSparseCoordinator:
 
     def _write_region(self, record: Record) -> None:
         region = record.region
+        if record.slot < 0:
+            return  # sent when the request is bound
         self._region_writes[record.slot] = (
             RegionWrite(record.slot, -1, 0, ())
             if region is None
@@ -254,10 +275,10 @@ class HiSparseCoordinator:
         self.transfer = self.ledger.open(self.host_pool.epoch)
         return transfer
 
-    def _release_regions(self, transfer: Transfer) -> None:
-        for region in transfer.regions:
-            self.regions.release(region)
-        transfer.regions.clear()
+    def _release_cuts(self, transfer: Transfer) -> None:
+        for cut in transfer.cuts:
+            self.regions.release(cut)
+        transfer.cuts.clear()
 
     def _release_for_reset(self) -> list[KVCacheBlock]:
         """Before a reset: no request is left, so regions on their way back are dead.
@@ -265,7 +286,7 @@ class HiSparseCoordinator:
         Returns host blocks that copies still write to.
         """
         for transfer in self.ledger:
-            self._release_regions(transfer)
+            self._release_cuts(transfer)
         return [c.host_block for t in self.ledger for c in t.spills if not c.record.alive]
 
     def check_integrity(self, **retained: Any) -> None:

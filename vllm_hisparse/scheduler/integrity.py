@@ -45,8 +45,8 @@ def _check_slots(coordinator: "HiSparseCoordinator") -> None:
 
 def _check_regions(coordinator: "HiSparseCoordinator") -> None:
     held = [r.region for r in coordinator.records.values() if r.region is not None]
-    returning = [region for t in (*coordinator.ledger, coordinator.transfer) for region in t.regions]
-    coordinator.regions.check_integrity(held + returning)
+    cuts = [cut for t in (*coordinator.ledger, coordinator.transfer) for cut in t.cuts]
+    coordinator.regions.check_integrity(held, cuts)
 
 
 def _check_host_leases(coordinator: "HiSparseCoordinator", retained: Iterable[KVCacheBlock]) -> None:
@@ -69,8 +69,10 @@ def _check_device_leases(coordinator: "HiSparseCoordinator", retained: Iterable[
         for page in range(len(record.pages)):
             if STATES[record.pages[page]][0] is Device.LOOSE:
                 owners.subtract(b.block_id for b in coordinator.leases.device_blocks(record, page))
-    for region in coordinator.regions.leased:
-        owners.update(b.block_id for part in region.blocks for b in part)
+    regions = [r.region for r in coordinator.records.values() if r.region is not None]
+    owners.update(b.block_id for region in regions for part in region.blocks for b in part)
+    for transfer in (*coordinator.ledger, coordinator.transfer):
+        owners.update(b.block_id for cut in transfer.cuts for b in cut.blocks)
     pool = coordinator.pool
     for block in pool.blocks:
         if not block.is_null:

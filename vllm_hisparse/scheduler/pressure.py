@@ -7,6 +7,8 @@ Levels of free device blocks, from an idle pool to a full one:
 - below *high*: sealed pages are copied to the host (materialised) so that their leases can be returned at
   once later. With `eager_host_mirror` off this starts at *low* only.
 - below *low*: leases of materialised pages go back, just enough to reach low again.
+- above *high* too: regions of requests whose selections miss grow, as long as the level stays above high.
+  Below *low* what they have above the floor goes back first.
 - no free block: whatever an allocation misses is reclaimed on the spot, in the same order.
 
 A request gives up pages only together with a hot region to read them through, and only if that frees more
@@ -27,6 +29,8 @@ __all__ = ["MAX_RESTORED_PAGES", "MAX_SPILLED_PAGES", "Pressure"]
 
 MAX_SPILLED_PAGES = 256  # a step: the pages that one 16K-token prefill step seals
 MAX_RESTORED_PAGES = 64  # a step: restores share the link with misses, which decode waits for
+MAX_GROWN_BLOCKS = 16  # a step and part: growing is never urgent
+MIN_MISS_SHARE = 0.01  # of the selected rows; a region that misses less is large enough
 TAIL_PAGES = 2  # pages a request may be writing: the open one and one that a step in flight opens
 
 
@@ -41,6 +45,8 @@ class Pressure:
         config = coordinator.config
         self.low = config.low_blocks(coordinator.pool.num_gpu_blocks)
         self.high = config.high_blocks(coordinator.pool.num_gpu_blocks)
+        num_groups = len(coordinator.layout.index_groups)
+        self._min_misses = MIN_MISS_SHARE * config.top_k * num_groups
         self._copy_below = self.high if config.eager_host_mirror else self.low
         self._chunk_pages = -(-max_step_tokens // self._page_tokens)
         self._unsealed: dict[Record, None] = {}  # may have pages to materialise
@@ -140,9 +146,10 @@ class Pressure:
         if free < self._copy_below:
             self._materialise()
         if free < self.low:
-            self.relieve()
+            self.reclaim(self.low - self._shrink(self.low - free))
         elif free > self.high and self._with_region:
             self._restore()
+            self._grow()
 
     def _note_level(self, free: int) -> None:
         level = "below_low" if free < self.low else "above_high" if free > self.high else "between"
@@ -163,6 +170,41 @@ class Pressure:
                 record.next_spill += 1
             if record.next_spill >= len(record.pages) - 1:
                 del self._unsealed[record]  # until it grows
+
+    def _shrink(self, num_blocks: int) -> int:
+        """Take what regions have above the floor, from those that miss least.
+
+        Returns blocks on their way back.
+        """
+        freed = 0
+        regions = self._coordinator.regions
+        for record in sorted(self._holders(), key=lambda r: r.num_misses):
+            assert record.region is not None
+            wanted = -(-(num_blocks - freed) // self._parts)
+            cut = min(regions.excess(record.region), wanted)
+            if cut > 0:
+                self._coordinator.shrink_region(record, cut)
+                freed += cut * self._parts
+            if freed >= num_blocks:
+                break
+        return freed
+
+    def _grow(self) -> None:
+        """Let regions grow, those that miss most first."""
+        budget = min(MAX_GROWN_BLOCKS, (self._pool.get_num_free_blocks() - self.high) // self._parts)
+        regions = self._coordinator.regions
+        for record in sorted(self._holders(), key=lambda r: -r.num_misses):
+            assert record.region is not None
+            if budget <= 0 or record.num_misses < self._min_misses:
+                return
+            grown = min(budget, regions.room_to_grow(record.region), -(-record.region.num_blocks // 4))
+            if grown > 0:
+                self._coordinator.grow_region(record, grown)
+                record.num_misses = 0.0  # until it has been measured again
+                budget -= grown
+
+    def _holders(self) -> list[Record]:
+        return [r for r in self._with_region if r.region is not None]
 
     def _restore(self) -> None:
         budget = MAX_RESTORED_PAGES

@@ -21,6 +21,7 @@ class Record:
     region: Region | None = None
     num_sent: int = 0  # pages whose table entries the workers have
     next_spill: int = 0  # pages before this one were spilled or adopted
+    num_misses: float = 0.0  # rows a step that its selections read from the host, lately; all index groups
     alive: bool = True  # False once the request's blocks are gone; transfers may still refer to the record
 
     @property

@@ -58,8 +58,7 @@ class SchedulerSampler:
         totals: Sample = {
             "page_events": vars(coordinator.leases.counters),
             "host_evictions": {"": coordinator.host_pool.num_evictions},
-            "regions_granted": {"": coordinator.regions.num_granted},
-            "regions_returned": {"": coordinator.regions.num_returned},
+            "region_events": vars(coordinator.regions.counters),
             "watermark_crossings": coordinator.pressure.num_crossings,
             "waits_for_copies": {"": coordinator.num_waits},
         }

@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm_hisparse.messages import Acknowledgement
 
 from .records import Record
-from .regions import Region
+from .regions import Cut
 
 __all__ = ["PageCopy", "Transfer", "TransferLedger"]
 
@@ -41,7 +41,7 @@ class Transfer:
     epoch: int  # of the host pool, when it was planned
     spills: list[PageCopy] = field(default_factory=list)
     restores: list[PageCopy] = field(default_factory=list)
-    regions: list[Region] = field(default_factory=list)
+    cuts: list[Cut] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     num_enqueued: int = 0  # ranks
     num_completed: int = 0  # ranks
@@ -49,7 +49,7 @@ class Transfer:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to acknowledge."""
-        return not (self.spills or self.restores or self.regions)
+        return not (self.spills or self.restores or self.cuts)
 
 
 class TransferLedger:

@@ -7,6 +7,8 @@ from .copies import CopyQueue
 
 __all__ = ["HiSparseWorker"]
 
+MISS_SAMPLE_STEPS = 16  # regions grow slowly, so a look now and then is enough
+
 
 class HiSparseWorker:
     """One rank. Knows requests only by their slots; the scheduler names each once, when it is bound."""
@@ -16,6 +18,8 @@ class HiSparseWorker:
         self._copies = copies
         self._slots: dict[str, int] = {}
         self._enqueued: dict[int, int] = {}
+        self._misses: dict[int, int] = {}
+        self._num_steps = 0
 
     def begin_step(self, payload: bytes, request_ids: list[str]) -> None:
         """Apply one message, before the forward of the batch `request_ids` (in batch order; empty: no
@@ -28,13 +32,17 @@ class HiSparseWorker:
 
     def end_step(self) -> None:
         """After the forward and any drafting: runs that are no step's must not touch a request's state."""
+        self._num_steps += 1
+        if self._num_steps % MISS_SAMPLE_STEPS == 0:
+            self._misses = self.runtime.sample_misses()
         self.runtime.set_batch([])
 
     def take_acknowledgement(self) -> Acknowledgement | None:
-        """What was enqueued and completed since the last call; None if nothing."""
+        """What was enqueued, completed and sampled since the last call; None if nothing."""
         completed = dict.fromkeys(self._copies.take_completed(), 1)
         enqueued, self._enqueued = self._enqueued, {}
-        return Acknowledgement(enqueued, completed) if enqueued or completed else None
+        misses, self._misses = self._misses, {}
+        return Acknowledgement(enqueued, completed, misses) if enqueued or completed or misses else None
 
     def _apply(self, message: StepMessage) -> None:
         runtime = self.runtime
