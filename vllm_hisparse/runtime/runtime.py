@@ -62,7 +62,7 @@ class HiSparseRuntime:
             self._regions.pop(slot, None)
 
     def write_regions(self, writes: tuple[RegionWrite, ...]) -> None:
-        """Hand out hot regions, resize them or take them away. Rows in surviving slots stay where they are."""
+        """Hand out hot regions, resize them or take them away. Rows in surviving slots stay."""
         kept_slots: dict[int, int] = {}  # region -> slots that keep their rows
         for write in writes:
             known, rows = self._regions.pop(write.slot, (-1, 0))

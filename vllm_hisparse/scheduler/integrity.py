@@ -21,7 +21,7 @@ def check(coordinator: "HiSparseCoordinator", retained: Iterable[KVCacheBlock] =
     """Raise AssertionError unless every page is readable, every block's references have owners, and all
     leases balance.
 
-    `retained`: blocks of either pool that vLLM's scheduler holds for reasons of its own (frees it has deferred).
+    `retained`: blocks of either pool that vLLM's scheduler holds itself (frees it has deferred).
     """
     retained = list(retained)
     coordinator.leases.check_integrity(coordinator.records.values())
