@@ -26,7 +26,7 @@ def test_sizes() -> None:
     vllm_config = engine()
     config = plan(vllm_config, 4 * GIB)
     layout = layout_from(vllm_config, config)
-    overhead = device_overhead_bytes(vllm_config, layout, layout.num_regions, layout.num_host_blocks)
+    overhead = device_overhead_bytes(vllm_config, layout, layout.num_regions)
     assert layout.num_regions == 64
     state = 64 * 8 * (2 * 65536 + 8 * 8192 + 4)
     tables = 4 * (2 * 64 * 1024 + 64 * 128)

@@ -47,9 +47,14 @@ def kv_cache_config(
 
 
 def device_overhead_bytes(
-    vllm_config: VllmConfig, plan: LayerPlan, num_regions: int, num_host_blocks: int
+    vllm_config: VllmConfig, plan: LayerPlan, num_regions: int, num_host_blocks: int | None = None
 ) -> int:
-    """Device memory beside the pool: region state, tables, a resolver's results, prefill staging, slack."""
+    """Device memory beside the pool: region state, tables, a resolver's results, prefill staging, slack.
+
+    Staging is never more than a page of each of `num_host_blocks`; those of a layout if it is one.
+    """
+    if num_host_blocks is None and isinstance(plan, Layout):
+        num_host_blocks = plan.num_host_blocks
     need = request_blocks(vllm_config, plan)
     config = HiSparseConfig.from_vllm_config(vllm_config)
     scheduler = vllm_config.scheduler_config
@@ -61,7 +66,9 @@ def device_overhead_bytes(
         max_requests,
         min(config.floor_hot_rows, need.max_hot_blocks * plan.page_tokens),
     )
-    staging = min(config.prefill_staging_bytes, num_host_blocks * plan.page_bytes)
+    staging = config.prefill_staging_bytes
+    if num_host_blocks is not None:
+        staging = min(staging, num_host_blocks * plan.page_bytes)
     tables = table_bytes(need, num_regions, max_requests)
     return num_regions * need.state_bytes + tables + results + staging + plan.page_bytes
 
@@ -81,7 +88,7 @@ def _num_device_blocks(
     """Blocks in the memory, less what is set aside.
 
     Nothing is set aside from a pool that could not admit one request afterwards. vLLM has refused those
-    already, so it is the throwaway pool in which graphs are captured to measure them, as large as was asked for.
+    already, so it is the throwaway pool in which graphs are captured to measure them, of the size asked for.
     """
     stride = plan.block_stride_bytes
     num_blocks = available_memory // stride
