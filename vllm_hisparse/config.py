@@ -261,9 +261,10 @@ def _num_speculative_tokens(vllm_config: Any) -> int:
     return int(getattr(speculative, "num_speculative_tokens", None) or 0)
 
 
-def validate_engine(vllm_config: Any) -> HiSparseConfig:
+def validate_engine(vllm_config: Any, cudagraph_mode: Any = None) -> HiSparseConfig:
     """Checks the whole engine configuration before anything is allocated, and returns the plugin's own.
 
+    `cudagraph_mode`: as the user asked for it, where the platform has changed it since.
     Raises ValueError for the first setting that does not fit.
     """
     config = HiSparseConfig.from_vllm_config(vllm_config)
@@ -280,11 +281,12 @@ def validate_engine(vllm_config: Any) -> HiSparseConfig:
             need="'kv_both'",
             because="it writes pages to the host and reads them back",
         )
-    _check_engine(vllm_config)
+    mode = cudagraph_mode if cudagraph_mode is not None else vllm_config.compilation_config.cudagraph_mode
+    _check_engine(vllm_config, getattr(mode, "name", mode))
     return config
 
 
-def _check_engine(vllm_config: Any) -> None:
+def _check_engine(vllm_config: Any, cudagraph_mode: str | None) -> None:
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     for size in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, size, 1) > 1:
@@ -293,8 +295,7 @@ def _check_engine(vllm_config: Any) -> None:
                 need="1",
                 because="every rank holds every layer and every position",
             )
-    mode = vllm_config.compilation_config.cudagraph_mode
-    if getattr(mode, "name", mode) == "FULL":
+    if cudagraph_mode == "FULL":
         raise user_error(
             got="cudagraph_mode=FULL",
             need="FULL_AND_PIECEWISE, FULL_DECODE_ONLY, PIECEWISE or NONE",

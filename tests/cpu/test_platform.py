@@ -16,7 +16,11 @@ from vllm_hisparse import cpu
 from vllm_hisparse.cpu import platform
 from vllm_hisparse.testing.models import make_model
 
-HISPARSE = {"kv_connector": "HiSparseConnector", "kv_role": "kv_both"}
+HISPARSE = {
+    "kv_connector": "HiSparseConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"host_pool_gib": 1},
+}
 MULTI = {
     "kv_connector": "MultiConnector",
     "kv_role": "kv_both",
@@ -86,10 +90,14 @@ def test_flag_survives_the_cuda_check(model: Path, transfer: dict[str, Any]) -> 
 
 
 def test_options_survive(model: Path) -> None:
-    options = HiSparseConfig(device_buffer_size=100)
-    config = configure(model, attention_config=AttentionConfig(hisparse_config=options))
-    assert config.attention_config.hisparse_config == options
-    assert config.kv_transfer_config is None
+    options = AttentionConfig(hisparse_config=HiSparseConfig(device_buffer_size=100))
+    config = configure(model, attention_config=options, kv_transfer_config=KVTransferConfig(**HISPARSE))
+    assert config.attention_config.hisparse_config == HiSparseConfig(device_buffer_size=100)
+
+
+def test_options_without_a_connector_are_refused(model: Path) -> None:
+    with pytest.raises(ValueError, match="got 0 HiSparseConnector entries"):
+        configure(model, attention_config=AttentionConfig(hisparse_config=HiSparseConfig()))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +109,7 @@ def test_options_survive(model: Path) -> None:
             "got decode_context_parallel_size=2",
         ),
         ({"compilation_config": {"cudagraph_mode": "FULL"}}, "got cudagraph_mode=FULL; need"),
-        ({"scheduler_reserve_full_isl": False}, "got scheduler_reserve_full_isl=False; need True"),
+        ({"scheduler_reserve_full_isl": False}, "got --no-scheduler-reserve-full-isl; need"),
         ({"block_size": 16}, "got block_size=16; need a multiple of 64"),
     ],
 )
@@ -113,10 +121,13 @@ def test_repeated_checks(model: Path, options: dict[str, Any], message: str) -> 
 
 
 def test_model_must_be_dsa(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configure(model)
-    monkeypatch.setattr(config.model_config, "hf_config", SimpleNamespace(model_type="llama"))
+    config = configure(model, kv_transfer_config=KVTransferConfig(**HISPARSE))
+    llama = SimpleNamespace(model_type="llama")
+    monkeypatch.setattr(config.model_config, "hf_config", llama)
+    monkeypatch.setattr(config.model_config, "hf_text_config", llama)
+    platform.hide_hisparse(config)
     with pytest.raises(ValueError, match="got a llama model without index_topk; need"):
-        platform.repeat_checks(config)
+        platform.restore_hisparse(config)
 
 
 def test_triton_is_needed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

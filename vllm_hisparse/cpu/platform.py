@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
+from vllm_hisparse.config import CONNECTOR, validate_engine
+
 if TYPE_CHECKING:
     from vllm.config import CUDAGraphMode, VllmConfig
     from vllm.config.attention import HiSparseConfig
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.vllm_hisparse")
 
-CONNECTOR = "HiSparseConnector"
 INDEXER_BLOCK_SIZE = 64
 ROTARY_OFF = "-rotary_embedding"
 WORKER = "vllm_hisparse.cpu.worker.HiSparseCpuWorker"
@@ -149,7 +150,7 @@ def restore_hisparse(vllm_config: VllmConfig) -> bool:
     hidden.
 
     Raises:
-        ValueError: see `repeat_checks`.
+        ValueError: see `validate_engine`. vLLM has skipped its own checks of HiSparse while it was hidden.
     """
     hidden: _Hidden | None = vllm_config.__dict__.pop(_HIDDEN, None)
     if hidden is None:
@@ -160,44 +161,8 @@ def restore_hisparse(vllm_config: VllmConfig) -> bool:
     if hidden.connector is not None:
         assert vllm_config.kv_transfer_config is not None
         vllm_config.kv_transfer_config.kv_connector = hidden.connector
-    repeat_checks(vllm_config, hidden.cudagraph_mode)
+    validate_engine(vllm_config, hidden.cudagraph_mode)
     return True
-
-
-def repeat_checks(vllm_config: VllmConfig, cudagraph_mode: CUDAGraphMode | None = None) -> None:
-    """What vLLM checks of a HiSparse config on CUDA, and skipped while it was hidden.
-
-    Args:
-        cudagraph_mode: as the user asked for it, None if not at all.
-
-    Raises:
-        ValueError: the config would not be accepted on CUDA either.
-    """
-    from vllm.config import CUDAGraphMode
-
-    parallel = vllm_config.parallel_config
-    if (got := parallel.pipeline_parallel_size) > 1:
-        raise ValueError(f"got pipeline_parallel_size={got}; need 1 because a page's layers spill together")
-    if (got := parallel.decode_context_parallel_size) > 1:
-        raise ValueError(
-            f"got decode_context_parallel_size={got}; need 1 because each rank holds whole contexts"
-        )
-    if cudagraph_mode == CUDAGraphMode.FULL:
-        raise ValueError(
-            "got cudagraph_mode=FULL; need FULL_AND_PIECEWISE, PIECEWISE or NONE because prefill stages rows "
-            "from the host outside a graph"
-        )
-    if not vllm_config.scheduler_config.scheduler_reserve_full_isl:
-        raise ValueError(
-            "got scheduler_reserve_full_isl=False; need True because requests that load into host "
-            "blocks would otherwise wait for each other's blocks for ever"
-        )
-    model = vllm_config.model_config
-    if model is not None and not hasattr(model.hf_config, "index_topk"):
-        raise ValueError(
-            f"got a {model.hf_config.model_type} model without index_topk; need a DSA model because only "
-            "rows outside a selection can stay on the host"
-        )
 
 
 def check_block_size(block_size: int) -> None:
