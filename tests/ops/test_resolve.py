@@ -153,6 +153,20 @@ def test_regions_that_grow_and_shrink(policy: ops.Policy) -> None:
         check_step(geometry, tables, state, random_step(geometry, random), policy)
 
 
+@pytest.mark.parametrize("idle_steps", [700, 880, 890, 900, 910, 920, 1100, 70_000, 2**29])
+@pytest.mark.parametrize("policy", list(ops.Policy))
+def test_rows_that_nothing_asked_for_in_a_long_time(policy: ops.Policy, idle_steps: int) -> None:
+    """Ages around and past the cap, ghosts that saturate, keys far into the range of an int32."""
+    random = np.random.default_rng(idle_steps)
+    geometry = Geometry(max_slots=64, top_k=16)
+    tables, state = random_tables(geometry, random), State.empty(geometry)
+    tables.hot_rows[:] = geometry.max_slots
+    for _ in range(2):
+        for _ in range(40):
+            check_step(geometry, tables, state, random_step(geometry, random), policy)
+        state.clock += idle_steps
+
+
 def test_all_resident_leaves_the_state_alone() -> None:
     random = np.random.default_rng(3)
     geometry = Geometry()
