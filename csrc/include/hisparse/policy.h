@@ -23,7 +23,7 @@ inline constexpr int32_t kNumGains = 89;
 
 // kGain(d) = round(16 * log2(1 + 2^(-d / 16))): what adding a weight d units smaller adds to a logarithm.
 HISPARSE_HOST_DEVICE int32_t gain(int32_t distance) {
-  constexpr uint8_t kGain[kNumGains] = {
+  static constexpr uint8_t kGain[kNumGains] = {
       16, 16, 15, 15, 14, 14, 13, 13, 12, 12, 12, 11, 11, 10, 10, 10, 9, 9, 9, 8, 8, 8, 8, 7, 7, 7, 6, 6, 6, 6,
       6,  5,  5,  5,  5,  5,  4,  4,  4,  4,  4,  4,  3,  3,  3,  3,  3, 3, 3, 3, 3, 2, 2, 2, 2, 2, 2, 2, 2, 2,
       2,  2,  2,  1,  1,  1,  1,  1,  1,  1,  1,  1,  1,  1,  1,  1,  1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
