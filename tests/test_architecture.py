@@ -18,8 +18,8 @@ LAYERS = (
     {"connector", "cpu"},
     {"scheduler", "worker"},
     {"runtime"},
-    {"planning", "metrics"},
-    {"messages", "ops"},
+    {"planning", "metrics", "policies"},
+    {"messages", "ops", "traces"},
     {"config"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
