@@ -1,0 +1,85 @@
+"""The picture of `vllm-hisparse simulate policy`. Needs matplotlib, which nothing else does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+__all__ = ["Curve", "Panel", "draw"]
+
+PANEL_INCHES = (5.0, 4.2)
+# What the engine does stands out; bounds are dashed.
+EMPHASISED = ("lru", "lrfu-kernel")
+BOUNDS = ("keep-current", "belady")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One policy."""
+
+    name: str
+    miss_percent: tuple[float, ...]  # one a size of region
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One trace."""
+
+    title: str
+    multiples: tuple[float, ...]  # sizes of region in multiples of top-k
+    curves: tuple[Curve, ...]
+
+
+def draw(panels: list[Panel], path: Path, log: bool) -> None:
+    """Draw the panels side by side. Exits with a message if matplotlib is missing or the format unknown."""
+    try:
+        import matplotlib as mpl
+
+        mpl.use("agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise typer.BadParameter(
+            "got no matplotlib; need it because --plot draws with it: pip install matplotlib"
+        ) from None
+    # Text as text, and the same file from the same figures.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hisparse", "font.size": 9}):
+        size = (PANEL_INCHES[0] * len(panels), PANEL_INCHES[1])
+        figure, axes = pyplot.subplots(
+            1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained"
+        )
+        for axis, panel in zip(axes[0], panels, strict=True):
+            _draw_panel(axis, panel, log)
+        axes[0][0].set_ylabel("misses a selected row, %")
+        axes[0][-1].legend(fontsize=7, loc="upper right", ncols=2)
+        try:
+            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        finally:
+            pyplot.close(figure)
+
+
+def _draw_panel(axis: object, panel: Panel, log: bool) -> None:
+    from matplotlib.axes import Axes
+
+    assert isinstance(axis, Axes)
+    for curve in panel.curves:
+        axis.plot(
+            panel.multiples,
+            curve.miss_percent,
+            label=curve.name,
+            marker="o",
+            markersize=3,
+            linewidth=2.4 if curve.name in EMPHASISED else 1.1,
+            linestyle="--" if curve.name in BOUNDS else "-",
+        )
+    axis.set_title(panel.title)
+    axis.set_xlabel("rows of the hot region / top-k")
+    axis.set_xticks(panel.multiples, [f"{multiple:g}" for multiple in panel.multiples])
+    axis.grid(alpha=0.3)
+    if log:
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(bottom=0)
