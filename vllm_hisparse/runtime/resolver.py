@@ -6,20 +6,44 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_hisparse import ops
+from vllm_hisparse.planning.layout import Layout
 
 from .tables import SelectionState
 
 if TYPE_CHECKING:
     from .runtime import HiSparseRuntime
 
-__all__ = ["GroupResolver"]
+__all__ = ["GroupResolver", "ResultBuffers"]
+
+
+class ResultBuffers:
+    """What a resolve writes: physical rows, counts, and the plan of its misses. All int32, at fixed
+    addresses.
+
+    Index groups take turns: a group's layers have read their rows before the next leader resolves.
+    """
+
+    def __init__(
+        self, layout: Layout, max_rows: int, top_k: int, num_planned: int, device: torch.device
+    ) -> None:
+        self._top_k = top_k
+        max_parts = max(len(parts) for parts in layout.group_parts)
+        self._rows = _int32(max_parts * max_rows * top_k, device)
+        self.counts = _int32(max_rows, device)  # [rows]
+        self.plan_host_row = _int32((layout.max_requests, num_planned), device)
+        self.plan_slot = _int32((layout.max_requests, num_planned), device)
+
+    def planes(self, num_parts: int, num_rows: int) -> torch.Tensor:
+        """Contiguous [parts, num_rows, K]: the rows of a layer in each of a group's parts."""
+        size = num_parts * num_rows * self._top_k
+        return self._rows[:size].view(num_parts, num_rows, self._top_k)
 
 
 class GroupResolver:
-    """Resolver state and result buffers of one index group. Everything runs on the current stream."""
+    """Resolver state of one index group. Everything runs on the current stream."""
 
     def __init__(
-        self, runtime: "HiSparseRuntime", group: int, max_rows: int, top_k: int, device: torch.device
+        self, runtime: "HiSparseRuntime", group: int, result: ResultBuffers, device: torch.device
     ) -> None:
         layout = runtime.layout
         self._runtime = runtime
@@ -29,24 +53,19 @@ class GroupResolver:
         self._host_rows = runtime.memory.group_host_rows(group)
         self._layer_offset = runtime.memory.layers.offset[self._layers].contiguous()  # [layers of the group]
         self._layer_part = runtime.memory.layers.part[self._layers].contiguous()
-        planned = min(runtime.config.floor_hot_rows, layout.max_hot_rows)
-        self._top_k = top_k
-        self._rows = _int32(len(self._parts) * max_rows * top_k, device)
-        self._counts = _int32(max_rows, device)
-        self._plan_host_row = _int32((layout.max_requests, planned), device)
-        self._plan_slot = _int32((layout.max_requests, planned), device)
+        self._result = result
         self._plan_count = runtime.misses.rows[group]
         self._counters = runtime.counters.rows[group]
 
     def resolve(self, topk: torch.Tensor, query_start: torch.Tensor) -> None:
         """Resolve int32 [T, K] positions of batch rows `query_start` int32 [R + 1], and fetch what misses."""
-        runtime, tables = self._runtime, self._runtime.tables
+        runtime, tables, result = self._runtime, self._runtime.tables, self._result
         n = topk.shape[0]
         ops.resolve(
             topk,
             query_start,
-            self._planes(n),
-            self._counts[:n],
+            result.planes(len(self._parts), n),
+            result.counts[:n],
             tables.resident,
             tables.host,
             tables.hot,
@@ -57,8 +76,8 @@ class GroupResolver:
             self.state.position_of,
             self.state.key,
             self.state.clock,
-            self._plan_host_row,
-            self._plan_slot,
+            result.plan_host_row,
+            result.plan_slot,
             self._plan_count,
             self._counters,
             parts=self._parts,
@@ -72,8 +91,8 @@ class GroupResolver:
             runtime.memory.device_pool,
             self._layer_offset,
             self._layer_part,
-            self._plan_host_row,
-            self._plan_slot,
+            result.plan_host_row,
+            result.plan_slot,
             self._plan_count,
             tables.row_request,
             tables.hot_region,
@@ -86,12 +105,8 @@ class GroupResolver:
 
     def result(self, part: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows int32 [num_rows, K] of a layer in `part`, counts int32 [num_rows]) of the last `resolve`."""
-        return self._planes(num_rows)[self._parts.index(part)], self._counts[:num_rows]
-
-    def _planes(self, num_rows: int) -> torch.Tensor:
-        """The result's contiguous planes, [parts, num_rows, K], at the start of one buffer."""
-        size = len(self._parts) * num_rows * self._top_k
-        return self._rows[:size].view(len(self._parts), num_rows, self._top_k)
+        rows = self._result.planes(len(self._parts), num_rows)[self._parts.index(part)]
+        return rows, self._result.counts[:num_rows]
 
     def staged_chunks(
         self, layer: int, topk: torch.Tensor, query_start: torch.Tensor, dtype: torch.dtype

@@ -12,7 +12,7 @@ from vllm_hisparse.planning.layout import Layout
 
 from .counters import Counters, MissProbe
 from .memory import Memory
-from .resolver import GroupResolver
+from .resolver import GroupResolver, ResultBuffers
 from .staging import Staging
 from .tables import PageTables
 
@@ -41,14 +41,18 @@ class HiSparseRuntime:
         self.num_restored_pages = 0
         self.resolvers: list[GroupResolver] = []
         self.groups: list[HiSparseIndexGroup] = []
+        self._result: ResultBuffers | None = None
         self.batch: list[int] = []  # request slot of each batch row
         self._regions: dict[int, tuple[int, int]] = {}  # request slot -> (region, slots)
         self._host_only: dict[int, set[int]] = {}  # request slot -> pages that only the host has
 
     def add_group(self, group: "HiSparseIndexGroup") -> None:
         """Connect the next index group, in layer order."""
-        max_rows, top_k = group.logical_topk_indices.shape
-        resolver = GroupResolver(self, len(self.resolvers), max_rows, top_k, self.device)
+        if self._result is None:
+            max_rows, top_k = group.logical_topk_indices.shape
+            planned = min(self.config.floor_hot_rows, self.layout.max_hot_rows)
+            self._result = ResultBuffers(self.layout, max_rows, top_k, planned, self.device)
+        resolver = GroupResolver(self, len(self.resolvers), self._result, self.device)
         self.resolvers.append(resolver)
         self.groups.append(group)
         group.resolver = resolver
