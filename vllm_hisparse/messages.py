@@ -83,6 +83,7 @@ class Acknowledgement(msgspec.Struct, frozen=True, array_like=True):
     enqueued: dict[int, int] = {}
     completed: dict[int, int] = {}
     misses: dict[int, int] = {}  # request slot -> rows read from the host in a step, sampled
+    heat: dict[int, tuple[int, ...]] = {}  # request slot -> pages that selections touch most, sampled
 
     def plus(self, other: "Acknowledgement") -> "Acknowledgement":
         """Counts of both ranks, summed by transfer id."""
@@ -90,6 +91,7 @@ class Acknowledgement(msgspec.Struct, frozen=True, array_like=True):
             _sum(self.enqueued, other.enqueued),
             _sum(self.completed, other.completed),
             {**self.misses, **other.misses},  # every rank resolves the same selections
+            {**self.heat, **other.heat},
         )
 
 

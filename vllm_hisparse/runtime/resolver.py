@@ -61,6 +61,7 @@ class GroupResolver:
         """Resolve int32 [T, K] positions of batch rows `query_start` int32 [R + 1], and fetch what misses."""
         runtime, tables, result = self._runtime, self._runtime.tables, self._result
         n = topk.shape[0]
+        runtime.selection = topk, query_start
         ops.resolve(
             topk,
             query_start,

@@ -11,6 +11,7 @@ from vllm_hisparse.messages import Binding, Copy, PageWrite, RegionWrite
 from vllm_hisparse.planning.layout import Layout
 
 from .counters import Counters, MissProbe
+from .heat import HeatProbe
 from .memory import Memory
 from .resolver import GroupResolver, ResultBuffers
 from .staging import Staging
@@ -36,6 +37,10 @@ class HiSparseRuntime:
         self.tables = PageTables(layout, device)
         self.staging = Staging(self, device)
         self.counters = Counters(len(layout.index_groups), device)
+        self.heat = HeatProbe(layout, device)
+        self.selection: tuple[torch.Tensor, torch.Tensor] | None = (
+            None  # of the latest leader: topk, query_start
+        )
         self.misses = MissProbe(len(layout.index_groups), layout.max_requests, device)
         self.num_spilled_pages = 0
         self.num_restored_pages = 0
@@ -61,6 +66,7 @@ class HiSparseRuntime:
         """Request slots start afresh."""
         slots = [b.slot for b in bindings]
         self.tables.clear(slots)
+        self.heat.forget(slots)
         for slot in slots:
             self._host_only[slot] = set()
             self._regions.pop(slot, None)
@@ -97,6 +103,12 @@ class HiSparseRuntime:
     def sample_misses(self) -> dict[int, int]:
         """Rows that the latest sampled step read from the host, by request slot, for slots with a region."""
         return {slot: n for slot, n in self.misses.sample(self.batch).items() if slot in self._regions}
+
+    def sample_heat(self) -> dict[int, tuple[int, ...]]:
+        """Pages that the latest selections touch most, by request slot, hottest first."""
+        if self.selection is None or not self.batch:
+            return {}
+        return self.heat.sample(*self.selection, self.batch)
 
     def num_host_only(self, slot: int) -> int:
         """Pages of the request slot that only the host has."""

@@ -7,6 +7,7 @@ from .copies import CopyQueue
 
 __all__ = ["HiSparseWorker"]
 
+HEAT_SAMPLE_STEPS = 32
 MISS_SAMPLE_STEPS = 16  # regions grow slowly, so a look now and then is enough
 
 
@@ -19,6 +20,7 @@ class HiSparseWorker:
         self._slots: dict[str, int] = {}
         self._enqueued: dict[int, int] = {}
         self._misses: dict[int, int] = {}
+        self._heat: dict[int, tuple[int, ...]] = {}
         self._num_steps = 0
 
     def begin_step(self, payload: bytes, request_ids: list[str]) -> None:
@@ -35,6 +37,8 @@ class HiSparseWorker:
         self._num_steps += 1
         if self._num_steps % MISS_SAMPLE_STEPS == 0:
             self._misses = self.runtime.sample_misses()
+        if self._num_steps % HEAT_SAMPLE_STEPS == 0:
+            self._heat = self.runtime.sample_heat()
         self.runtime.set_batch([])
 
     def take_acknowledgement(self) -> Acknowledgement | None:
@@ -42,7 +46,10 @@ class HiSparseWorker:
         completed = dict.fromkeys(self._copies.take_completed(), 1)
         enqueued, self._enqueued = self._enqueued, {}
         misses, self._misses = self._misses, {}
-        return Acknowledgement(enqueued, completed, misses) if enqueued or completed or misses else None
+        heat, self._heat = self._heat, {}
+        if not (enqueued or completed or misses or heat):
+            return None
+        return Acknowledgement(enqueued, completed, misses, heat)
 
     def _apply(self, message: StepMessage) -> None:
         runtime = self.runtime
