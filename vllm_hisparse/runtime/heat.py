@@ -10,7 +10,9 @@ HOT_PAGES = 32  # a request, reported a sample: enough to keep what is read all 
 
 
 class HeatProbe:
-    """int32 [requests, pages]: rows selected of each page, halved at every sample, so that recent ones weigh most."""
+    """int32 [requests, pages]: rows selected of each page, halved at every sample, so that recent ones weigh
+    most.
+    """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._page_tokens = layout.page_tokens
@@ -29,7 +31,8 @@ class HeatProbe:
     def sample(
         self, topk: torch.Tensor, query_start: torch.Tensor, slots: list[int]
     ) -> dict[int, tuple[int, ...]]:
-        """Add a selection int32 [T, K] of batch rows `query_start` int32 [R + 1] that belong to request `slots`.
+        """Add a selection int32 [T, K] of batch rows `query_start` int32 [R + 1] that belong to request
+        `slots`.
 
         Returns the hottest pages of each request in the latest sample that has arrived, hottest first.
         """
@@ -51,7 +54,8 @@ class HeatProbe:
         counted = (topk >= 0) & (page < num_pages) & (row < len(slots)).unsqueeze(1)
         index = owners[row.clamp_max(len(slots) - 1)].unsqueeze(1) * num_pages + page
         self._heat >>= 1
-        self._heat.view(-1).scatter_add_(0, index.clamp_min(0).flatten().long(), counted.flatten().int())
+        index = torch.where(counted, index, 0).flatten().long()
+        self._heat.view(-1).scatter_add_(0, index, counted.flatten().int())
 
     def _start_copy(self, slots: list[int]) -> None:
         self._slots = list(slots)
