@@ -30,7 +30,6 @@ CUDA_LIBRARY = "_C_cuda.abi3.so"
 TORCH_FLOOR = "0x020b000000000000"  # 2.11
 CUDA_ARCHES = ("90", "100", "120")  # the last one also as PTX, for what comes after
 CPU_SOURCES = ("bindings.cpp", "resolve_cpu.cpp", "pages_cpu.cpp")
-WARNINGS = ("-Wall", "-Wextra", "-Werror")
 
 
 def torch_directory() -> Path:

@@ -12,6 +12,7 @@ import torch
 from tests.ops.case import Geometry, Outputs, State, assert_same, random_step, random_tables
 from vllm_hisparse import ops
 from vllm_hisparse.ops import load
+from vllm_hisparse.ops.checks import ShapeCheck
 
 
 def resolve_arguments() -> dict[str, object]:
@@ -46,7 +47,6 @@ def in_schema_order(arguments: dict[str, object]) -> list[object]:
         ("key", torch.zeros(40, 3, dtype=torch.int32).T, r"key .* with strides .* contiguous"),
         ("plan_count", torch.zeros(0, dtype=torch.int32), r"plan_count .*need torch.int32 \[R >= "),
         ("counters", torch.zeros(7, dtype=torch.int64), r"counters .*need torch.int64 \[8\]"),
-        ("hot_region", torch.zeros(4, dtype=torch.int32, device="meta"), r"hot_region .* on meta; need"),
         ("parts", [2], r"parts \[2\]; need 1 .. 4 below 2"),
         ("parts", [], r"parts \[\]; need"),
         ("block_size", 0, r"block_size 0; need 1"),
@@ -60,6 +60,12 @@ def test_resolve_says_what_is_wrong(name: str, value: object, words: str) -> Non
         arguments["rows"] = torch.zeros(len(value), *arguments["rows"].shape[1:], dtype=torch.int32)
     with pytest.raises(ValueError, match=words):
         ops.resolve(**arguments)
+
+
+def test_tensors_of_two_devices_are_named() -> None:
+    check = ShapeCheck("resolve", torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"got host .* on meta; need torch.int32 \[2\], contiguous, on cpu"):
+        check("host", torch.zeros(2, dtype=torch.int32, device="meta"), torch.int32, (2,))
 
 
 def test_resolve_needs_room_for_a_cold_step() -> None:

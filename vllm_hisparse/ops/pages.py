@@ -47,24 +47,27 @@ def fetch(
     skip_io moves nothing: the bound that a faster link could reach.
     Raises ValueError on a wrong dtype, shape, device or layout, LibraryError when no library is loaded.
     """
-    check = ShapeCheck("fetch", pool.device)
-    check.positive(row_bytes=row_bytes, block_size=block_size, block_stride_bytes=block_stride_bytes)
-    check("pool", pool, UINT8, ("pool_bytes",))
-    check("layer_offset", layer_offset, INT64, ("L",))
-    check("layer_part", layer_part, INT32, ("L",))
-    group_row_bytes = check.extents["L"] * row_bytes
-    check("group_host", group_host, UINT8, ("host_rows", group_row_bytes), torch.device("cpu"))
-    check("plan_count", plan_count, INT32, ("R",))
-    check("plan_host_row", plan_host_row, INT32, ("R+", "capacity"))
-    check("plan_slot", plan_slot, INT32, ("R+", "capacity"))
-    check("row_request", row_request, INT32, ("R+",))
-    check("hot_region", hot_region, INT32, ("max_requests",))
-    check("hot", hot, INT32, ("engine_parts", "num_regions", "max_hot_blocks"))
     require_loaded()
-    torch.ops.hisparse.fetch(
-        group_host, pool, layer_offset, layer_part, plan_host_row, plan_slot, plan_count, row_request,
-        hot_region, hot, row_bytes, block_size, block_stride_bytes, skip_io,
-    )  # fmt: skip
+    try:
+        torch.ops.hisparse.fetch(
+            group_host, pool, layer_offset, layer_part, plan_host_row, plan_slot, plan_count, row_request,
+            hot_region, hot, row_bytes, block_size, block_stride_bytes, skip_io,
+        )  # fmt: skip
+    except RuntimeError:
+        check = ShapeCheck("fetch", pool.device)
+        check.positive(row_bytes=row_bytes, block_size=block_size, block_stride_bytes=block_stride_bytes)
+        check("pool", pool, UINT8, ("pool_bytes",))
+        check("layer_offset", layer_offset, INT64, ("L",))
+        check("layer_part", layer_part, INT32, ("L",))
+        group_row_bytes = check.extents["L"] * row_bytes
+        check("group_host", group_host, UINT8, ("host_rows", group_row_bytes), torch.device("cpu"))
+        check("plan_count", plan_count, INT32, ("R",))
+        check("plan_host_row", plan_host_row, INT32, ("R+", "capacity"))
+        check("plan_slot", plan_slot, INT32, ("R+", "capacity"))
+        check("row_request", row_request, INT32, ("R+",))
+        check("hot_region", hot_region, INT32, ("max_requests",))
+        check("hot", hot, INT32, ("engine_parts", "num_regions", "max_hot_blocks"))
+        raise
 
 
 def write_pages(
@@ -94,8 +97,12 @@ def write_pages(
     """
     sizes = (row_bytes, block_size, block_stride_bytes)
     layers = (layer_offset, layer_part, host_offset, host_row_stride)
-    _check_pages("write_pages", pool, host, page_blocks, host_blocks, layers, sizes)
-    torch.ops.hisparse.write_pages(pool, host, page_blocks, host_blocks, *layers, *sizes)
+    require_loaded()
+    try:
+        torch.ops.hisparse.write_pages(pool, host, page_blocks, host_blocks, *layers, *sizes)
+    except RuntimeError:
+        _explain_pages("write_pages", pool, host, page_blocks, host_blocks, layers, sizes)
+        raise
 
 
 def read_pages(
@@ -114,8 +121,12 @@ def read_pages(
     """Copies whole pages from the host to the device: `write_pages` the other way round, `pool` updated."""
     sizes = (row_bytes, block_size, block_stride_bytes)
     layers = (layer_offset, layer_part, host_offset, host_row_stride)
-    _check_pages("read_pages", pool, host, page_blocks, host_blocks, layers, sizes)
-    torch.ops.hisparse.read_pages(pool, host, page_blocks, host_blocks, *layers, *sizes)
+    require_loaded()
+    try:
+        torch.ops.hisparse.read_pages(pool, host, page_blocks, host_blocks, *layers, *sizes)
+    except RuntimeError:
+        _explain_pages("read_pages", pool, host, page_blocks, host_blocks, layers, sizes)
+        raise
 
 
 def gather_pages(
@@ -140,22 +151,25 @@ def gather_pages(
 
     Raises ValueError on a wrong dtype, shape, device or layout, LibraryError when no library is loaded.
     """
-    check = ShapeCheck("gather_pages", pool.device)
-    check.positive(row_bytes=row_bytes, block_size=block_size, block_stride_bytes=block_stride_bytes)
-    check("pool", pool, UINT8, ("pool_bytes",))
-    check("host", host, UINT8, ("host_bytes",), torch.device("cpu"))
-    check("device_blocks", device_blocks, INT32, ("n",))
-    check("host_blocks", host_blocks, INT32, ("n",))
-    check.extents["n * block_size"] = check.extents["n"] * block_size
-    check("staging", staging, UINT8, ("n * block_size+", row_bytes))
     require_loaded()
-    torch.ops.hisparse.gather_pages(
-        pool, host, staging, device_blocks, host_blocks, layer_offset, host_offset, host_row_stride,
-        row_bytes, block_size, block_stride_bytes,
-    )  # fmt: skip
+    try:
+        torch.ops.hisparse.gather_pages(
+            pool, host, staging, device_blocks, host_blocks, layer_offset, host_offset, host_row_stride,
+            row_bytes, block_size, block_stride_bytes,
+        )  # fmt: skip
+    except RuntimeError:
+        check = ShapeCheck("gather_pages", pool.device)
+        check.positive(row_bytes=row_bytes, block_size=block_size, block_stride_bytes=block_stride_bytes)
+        check("pool", pool, UINT8, ("pool_bytes",))
+        check("host", host, UINT8, ("host_bytes",), torch.device("cpu"))
+        check("device_blocks", device_blocks, INT32, ("n",))
+        check("host_blocks", host_blocks, INT32, ("n",))
+        check.extents["n * block_size"] = check.extents["n"] * block_size
+        check("staging", staging, UINT8, ("n * block_size+", row_bytes))
+        raise
 
 
-def _check_pages(
+def _explain_pages(
     op: str,
     pool: torch.Tensor,
     host: torch.Tensor,
@@ -175,4 +189,3 @@ def _check_pages(
         ("layer_offset", "layer_part", "host_offset", "host_row_stride"), layers, strict=True
     ):
         check(name, tensor, INT32 if name == "layer_part" else INT64, ("L",))
-    require_loaded()

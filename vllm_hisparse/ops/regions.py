@@ -1,7 +1,9 @@
 """Ops on hot regions: `resolve` in every decode step, `forget` between steps.
 
 All work in place on tensors that the caller owns, on the current stream of their device, without an
-allocation or a synchronisation, and may be captured in a CUDA graph. No check needs a device value.
+allocation or a synchronisation, and may be captured in a CUDA graph. The library checks dtypes, shapes,
+layouts and devices before it touches memory; what it refuses is explained here, so that a right call pays for
+no more.
 """
 
 from collections.abc import Sequence
@@ -102,31 +104,17 @@ def resolve(
 
     Raises ValueError on a wrong dtype, shape, device or layout, LibraryError when no library is loaded.
     """
-    check = ShapeCheck("resolve", topk.device)
-    check.positive(block_size=block_size, block_stride_rows=block_stride_rows, max_query_rows=max_query_rows)
-    check("topk", topk, INT32, ("T", "K"))
-    check.extents["R"] = query_start.numel() - 1
-    check("rows", rows, INT32, (len(parts), "T", "K"))
-    check("counts", counts, INT32, ("T",))
-    check("query_start", query_start, INT32, (max(query_start.numel(), 1),))
-    check("resident", resident, INT32, ("engine_parts", "max_requests", "max_pages"))
-    check("host", host, INT32, ("max_requests", "max_pages"))
-    check("hot", hot, INT32, ("engine_parts", "num_regions", "max_hot_blocks"))
-    check("hot_rows", hot_rows, INT32, ("num_regions",))
-    check("row_request", row_request, INT32, ("R+",))
-    check("hot_region", hot_region, INT32, ("max_requests",))
-    check_state(check, slot_of, position_of, key, clock)
-    check("plan_host_row", plan_host_row, INT32, ("R+", "capacity"))
-    check("plan_slot", plan_slot, INT32, ("R+", "capacity"))
-    check("plan_count", plan_count, INT32, ("R+",))
-    check("counters", counters, INT64, (8,))
-    _check_sizes(check.extents, parts, block_size, max_query_rows)
     require_loaded()
-    torch.ops.hisparse.resolve(
+    arguments = (
         topk, query_start, rows, counts, resident, host, hot, hot_rows, row_request, hot_region, slot_of,
-        position_of, key, clock, plan_host_row, plan_slot, plan_count, counters, list(parts), block_size,
-        block_stride_rows, max_query_rows, int(policy),
+        position_of, key, clock, plan_host_row, plan_slot, plan_count, counters,
     )  # fmt: skip
+    sizes = (list(parts), block_size, block_stride_rows, max_query_rows)
+    try:
+        torch.ops.hisparse.resolve(*arguments, *sizes, int(policy))
+    except RuntimeError:
+        _explain_resolve(arguments, *sizes)
+        raise
 
 
 def forget(
@@ -147,16 +135,52 @@ def forget(
     State as in `resolve`; regions, first_slot, first_position: int32 [m], on its device, no region twice.
     Raises ValueError and LibraryError as `resolve` does.
     """
-    check = ShapeCheck("forget", slot_of.device)
-    check_state(check, slot_of, position_of, key, clock)
-    check("regions", regions, INT32, ("m",))
-    check("first_slot", first_slot, INT32, ("m",))
-    check("first_position", first_position, INT32, ("m",))
     require_loaded()
-    torch.ops.hisparse.forget(slot_of, position_of, key, clock, regions, first_slot, first_position)
+    try:
+        torch.ops.hisparse.forget(slot_of, position_of, key, clock, regions, first_slot, first_position)
+    except RuntimeError:
+        check = ShapeCheck("forget", slot_of.device)
+        _check_state(check, slot_of, position_of, key, clock)
+        check("regions", regions, INT32, ("m",))
+        check("first_slot", first_slot, INT32, ("m",))
+        check("first_position", first_position, INT32, ("m",))
+        raise
 
 
-def check_state(
+def _explain_resolve(
+    arguments: tuple[torch.Tensor, ...],
+    parts: Sequence[int],
+    block_size: int,
+    block_stride_rows: int,
+    max_query_rows: int,
+) -> None:
+    """Raises ValueError for the first argument that the library had a reason to refuse."""
+    (
+        topk, query_start, rows, counts, resident, host, hot, hot_rows, row_request, hot_region, slot_of,
+        position_of, key, clock, plan_host_row, plan_slot, plan_count, counters,
+    ) = arguments  # fmt: skip
+    check = ShapeCheck("resolve", topk.device)
+    check.positive(block_size=block_size, block_stride_rows=block_stride_rows, max_query_rows=max_query_rows)
+    check("topk", topk, INT32, ("T", "K"))
+    check.extents["R"] = query_start.numel() - 1
+    check("query_start", query_start, INT32, (max(query_start.numel(), 1),))
+    check("rows", rows, INT32, (len(parts), "T", "K"))
+    check("counts", counts, INT32, ("T",))
+    check("resident", resident, INT32, ("engine_parts", "max_requests", "max_pages"))
+    check("host", host, INT32, ("max_requests", "max_pages"))
+    check("hot", hot, INT32, ("engine_parts", "num_regions", "max_hot_blocks"))
+    check("hot_rows", hot_rows, INT32, ("num_regions",))
+    check("row_request", row_request, INT32, ("R+",))
+    check("hot_region", hot_region, INT32, ("max_requests",))
+    _check_state(check, slot_of, position_of, key, clock)
+    check("plan_host_row", plan_host_row, INT32, ("R+", "capacity"))
+    check("plan_slot", plan_slot, INT32, ("R+", "capacity"))
+    check("plan_count", plan_count, INT32, ("R+",))
+    check("counters", counters, INT64, (8,))
+    _check_sizes(check.extents, parts, block_size, max_query_rows)
+
+
+def _check_state(
     check: ShapeCheck,
     slot_of: torch.Tensor,
     position_of: torch.Tensor,

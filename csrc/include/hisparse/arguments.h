@@ -30,15 +30,43 @@ inline constexpr ScalarType kDtype<int32_t> = ScalarType::Int;
 template <>
 inline constexpr ScalarType kDtype<int64_t> = ScalarType::Long;
 
-// Pointer to a dense tensor of the given type and rank.
-template <typename T>
-T* data(const Tensor& tensor, int64_t rank, const char* name) {
-  STD_TORCH_CHECK(tensor.scalar_type() == kDtype<T>, name, ": got dtype ",
-                  torch::headeronly::toString(tensor.scalar_type()), "; need ", torch::headeronly::toString(kDtype<T>));
-  STD_TORCH_CHECK(tensor.dim() == rank, name, ": got ", tensor.dim(), " dimensions; need ", rank);
-  STD_TORCH_CHECK(tensor.is_contiguous(), name, ": got strides; need a contiguous tensor");
-  return static_cast<T*>(tensor.data_ptr());
-}
+// Where the tensors of a call lie.
+class Place {
+ public:
+  explicit Place(const Tensor& tensor) : type_(type_of(tensor)), index_(tensor.get_device_index()) {}
+
+  static Place host() { return Place(aoti_torch_device_type_cpu(), -1); }
+
+  // Pointer to a dense tensor of the given type and rank, at this place.
+  template <typename T>
+  T* data(const Tensor& tensor, int64_t rank, const char* name) const {
+    STD_TORCH_CHECK(tensor.scalar_type() == kDtype<T>, name, ": got dtype ",
+                    torch::headeronly::toString(tensor.scalar_type()), "; need ",
+                    torch::headeronly::toString(kDtype<T>));
+    STD_TORCH_CHECK(tensor.dim() == rank, name, ": got ", tensor.dim(), " dimensions; need ", rank);
+    STD_TORCH_CHECK(tensor.is_contiguous(), name, ": got strides; need a contiguous tensor");
+    STD_TORCH_CHECK(is_at(tensor), name, ": got device ", type_of(tensor), ":", tensor.get_device_index(), "; need ",
+                    type_, ":", index_, " as of the other tensors");
+    return static_cast<T*>(tensor.data_ptr());
+  }
+
+ private:
+  Place(int32_t type, int32_t index) : type_(type), index_(index) {}
+
+  bool is_at(const Tensor& tensor) const {
+    if (type_of(tensor) != type_) return false;
+    return type_ == aoti_torch_device_type_cpu() || tensor.get_device_index() == index_;
+  }
+
+  static int32_t type_of(const Tensor& tensor) {
+    int32_t type = 0;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+    return type;
+  }
+
+  int32_t type_;
+  int32_t index_;
+};
 
 inline int32_t to_int32(int64_t value, const char* name) {
   STD_TORCH_CHECK(value >= 0 && value <= std::numeric_limits<int32_t>::max(), name, ": got ", value,
@@ -64,13 +92,13 @@ struct ResolveTensors {
   const Tensor &plan_host_row, &plan_slot, &plan_count, &counters;
 };
 
-inline void set_resolve_tables(ResolveParams& params, const ResolveTensors& tensors) {
-  params.resident = data<int32_t>(tensors.resident, 3, "resident");
-  params.host = data<int32_t>(tensors.host, 2, "host");
-  params.hot = data<int32_t>(tensors.hot, 3, "hot");
-  params.hot_rows = data<int32_t>(tensors.hot_rows, 1, "hot_rows");
-  params.row_request = data<int32_t>(tensors.row_request, 1, "row_request");
-  params.hot_region = data<int32_t>(tensors.hot_region, 1, "hot_region");
+inline void set_resolve_tables(ResolveParams& params, const ResolveTensors& tensors, const Place& on) {
+  params.resident = on.data<int32_t>(tensors.resident, 3, "resident");
+  params.host = on.data<int32_t>(tensors.host, 2, "host");
+  params.hot = on.data<int32_t>(tensors.hot, 3, "hot");
+  params.hot_rows = on.data<int32_t>(tensors.hot_rows, 1, "hot_rows");
+  params.row_request = on.data<int32_t>(tensors.row_request, 1, "row_request");
+  params.hot_region = on.data<int32_t>(tensors.hot_region, 1, "hot_region");
   params.max_requests = extent(tensors.resident, 1, "max_requests");
   params.max_pages = extent(tensors.resident, 2, "max_pages");
   params.num_regions = extent(tensors.hot, 1, "num_regions");
@@ -82,11 +110,11 @@ inline void set_resolve_tables(ResolveParams& params, const ResolveTensors& tens
   need(tensors.hot_region.size(0) == params.max_requests, "hot_region [max_requests] as in resident");
 }
 
-inline void set_resolve_state(ResolveParams& params, const ResolveTensors& tensors) {
-  params.slot_of = data<int16_t>(tensors.slot_of, 2, "slot_of");
-  params.position_of = data<int32_t>(tensors.position_of, 2, "position_of");
-  params.key = data<int32_t>(tensors.key, 2, "key");
-  params.clock = data<int32_t>(tensors.clock, 1, "clock");
+inline void set_resolve_state(ResolveParams& params, const ResolveTensors& tensors, const Place& on) {
+  params.slot_of = on.data<int16_t>(tensors.slot_of, 2, "slot_of");
+  params.position_of = on.data<int32_t>(tensors.position_of, 2, "position_of");
+  params.key = on.data<int32_t>(tensors.key, 2, "key");
+  params.clock = on.data<int32_t>(tensors.clock, 1, "clock");
   params.max_positions = extent(tensors.slot_of, 1, "max_positions");
   params.max_slots = extent(tensors.position_of, 1, "max_slots");
   need(tensors.slot_of.size(0) == params.num_regions, "slot_of [num_regions, ...] as in hot");
@@ -97,15 +125,15 @@ inline void set_resolve_state(ResolveParams& params, const ResolveTensors& tenso
   need(params.max_slots <= kMaxSlots, "max_slots <= 32768, what an int16 slot number can name");
 }
 
-inline void set_resolve_outputs(ResolveParams& params, const ResolveTensors& tensors) {
-  params.topk = data<int32_t>(tensors.topk, 2, "topk");
-  params.query_start = data<int32_t>(tensors.query_start, 1, "query_start");
-  params.rows = data<int32_t>(tensors.rows, 3, "rows");
-  params.counts = data<int32_t>(tensors.counts, 1, "counts");
-  params.plan_host_row = data<int32_t>(tensors.plan_host_row, 2, "plan_host_row");
-  params.plan_slot = data<int32_t>(tensors.plan_slot, 2, "plan_slot");
-  params.plan_count = data<int32_t>(tensors.plan_count, 1, "plan_count");
-  params.counters = data<int64_t>(tensors.counters, 1, "counters");
+inline void set_resolve_outputs(ResolveParams& params, const ResolveTensors& tensors, const Place& on) {
+  params.topk = on.data<int32_t>(tensors.topk, 2, "topk");
+  params.query_start = on.data<int32_t>(tensors.query_start, 1, "query_start");
+  params.rows = on.data<int32_t>(tensors.rows, 3, "rows");
+  params.counts = on.data<int32_t>(tensors.counts, 1, "counts");
+  params.plan_host_row = on.data<int32_t>(tensors.plan_host_row, 2, "plan_host_row");
+  params.plan_slot = on.data<int32_t>(tensors.plan_slot, 2, "plan_slot");
+  params.plan_count = on.data<int32_t>(tensors.plan_count, 1, "plan_count");
+  params.counters = on.data<int64_t>(tensors.counters, 1, "counters");
   params.num_query_rows = extent(tensors.topk, 0, "T");
   params.top_k = extent(tensors.topk, 1, "K");
   need(tensors.query_start.size(0) >= 1, "query_start [R + 1]");
@@ -134,9 +162,10 @@ inline ResolveParams make_resolve_params(const ResolveTensors& tensors, const st
   params.max_query_rows = positive(max_query_rows, "max_query_rows");
   STD_TORCH_CHECK(policy == kLru || policy == kLrfu, "policy: got ", policy, "; need 0 (LRU) or 1 (LRFU)");
   params.policy = static_cast<int32_t>(policy);
-  set_resolve_tables(params, tensors);
-  set_resolve_state(params, tensors);
-  set_resolve_outputs(params, tensors);
+  const Place on(tensors.topk);
+  set_resolve_tables(params, tensors, on);
+  set_resolve_state(params, tensors, on);
+  set_resolve_outputs(params, tensors, on);
   for (int i = 0; i < params.num_parts; ++i) {
     STD_TORCH_CHECK(parts[i] >= 0 && parts[i] < tensors.resident.size(0), "parts: got ", parts[i],
                     "; need a part of resident");
@@ -157,14 +186,15 @@ struct ForgetTensors {
 };
 
 inline ForgetParams make_forget_params(const ForgetTensors& tensors) {
+  const Place on(tensors.slot_of);
   ForgetParams params{};
-  params.slot_of = data<int16_t>(tensors.slot_of, 2, "slot_of");
-  params.position_of = data<int32_t>(tensors.position_of, 2, "position_of");
-  params.key = data<int32_t>(tensors.key, 2, "key");
-  params.clock = data<int32_t>(tensors.clock, 1, "clock");
-  params.regions = data<int32_t>(tensors.regions, 1, "regions");
-  params.first_slot = data<int32_t>(tensors.first_slot, 1, "first_slot");
-  params.first_position = data<int32_t>(tensors.first_position, 1, "first_position");
+  params.slot_of = on.data<int16_t>(tensors.slot_of, 2, "slot_of");
+  params.position_of = on.data<int32_t>(tensors.position_of, 2, "position_of");
+  params.key = on.data<int32_t>(tensors.key, 2, "key");
+  params.clock = on.data<int32_t>(tensors.clock, 1, "clock");
+  params.regions = on.data<int32_t>(tensors.regions, 1, "regions");
+  params.first_slot = on.data<int32_t>(tensors.first_slot, 1, "first_slot");
+  params.first_position = on.data<int32_t>(tensors.first_position, 1, "first_position");
   params.num_regions = extent(tensors.slot_of, 0, "num_regions");
   params.max_positions = extent(tensors.slot_of, 1, "max_positions");
   params.max_slots = extent(tensors.position_of, 1, "max_slots");

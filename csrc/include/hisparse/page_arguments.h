@@ -12,17 +12,18 @@ struct FetchTensors {
 
 inline FetchParams make_fetch_params(const FetchTensors& tensors, int64_t row_bytes, int64_t block_size,
                                      int64_t block_stride_bytes, bool skip_io) {
+  const Place on(tensors.pool);
   FetchParams params{};
-  params.group_host = data<uint8_t>(tensors.group_host, 2, "group_host");
-  params.pool = data<uint8_t>(tensors.pool, 1, "pool");
-  params.layer_offset = data<int64_t>(tensors.layer_offset, 1, "layer_offset");
-  params.layer_part = data<int32_t>(tensors.layer_part, 1, "layer_part");
-  params.plan_host_row = data<int32_t>(tensors.plan_host_row, 2, "plan_host_row");
-  params.plan_slot = data<int32_t>(tensors.plan_slot, 2, "plan_slot");
-  params.plan_count = data<int32_t>(tensors.plan_count, 1, "plan_count");
-  params.row_request = data<int32_t>(tensors.row_request, 1, "row_request");
-  params.hot_region = data<int32_t>(tensors.hot_region, 1, "hot_region");
-  params.hot = data<int32_t>(tensors.hot, 3, "hot");
+  params.group_host = Place::host().data<uint8_t>(tensors.group_host, 2, "group_host");
+  params.pool = on.data<uint8_t>(tensors.pool, 1, "pool");
+  params.layer_offset = on.data<int64_t>(tensors.layer_offset, 1, "layer_offset");
+  params.layer_part = on.data<int32_t>(tensors.layer_part, 1, "layer_part");
+  params.plan_host_row = on.data<int32_t>(tensors.plan_host_row, 2, "plan_host_row");
+  params.plan_slot = on.data<int32_t>(tensors.plan_slot, 2, "plan_slot");
+  params.plan_count = on.data<int32_t>(tensors.plan_count, 1, "plan_count");
+  params.row_request = on.data<int32_t>(tensors.row_request, 1, "row_request");
+  params.hot_region = on.data<int32_t>(tensors.hot_region, 1, "hot_region");
+  params.hot = on.data<int32_t>(tensors.hot, 3, "hot");
   params.num_layers = extent(tensors.layer_offset, 0, "num_layers");
   params.num_batch_rows = extent(tensors.plan_count, 0, "R");
   params.plan_capacity = extent(tensors.plan_host_row, 1, "plan_capacity");
@@ -47,15 +48,16 @@ struct PagesTensors {
 
 inline PagesParams make_pages_params(const PagesTensors& tensors, int64_t row_bytes, int64_t block_size,
                                      int64_t block_stride_bytes) {
+  const Place on(tensors.pool);
   PagesParams params{};
-  params.pool = data<uint8_t>(tensors.pool, 1, "pool");
-  params.host = data<uint8_t>(tensors.host, 1, "host");
-  params.page_blocks = data<int32_t>(tensors.page_blocks, 2, "page_blocks");
-  params.host_blocks = data<int32_t>(tensors.host_blocks, 1, "host_blocks");
-  params.layer_offset = data<int64_t>(tensors.layer_offset, 1, "layer_offset");
-  params.layer_part = data<int32_t>(tensors.layer_part, 1, "layer_part");
-  params.host_offset = data<int64_t>(tensors.host_offset, 1, "host_offset");
-  params.host_row_stride = data<int64_t>(tensors.host_row_stride, 1, "host_row_stride");
+  params.pool = on.data<uint8_t>(tensors.pool, 1, "pool");
+  params.host = Place::host().data<uint8_t>(tensors.host, 1, "host");
+  params.page_blocks = on.data<int32_t>(tensors.page_blocks, 2, "page_blocks");
+  params.host_blocks = on.data<int32_t>(tensors.host_blocks, 1, "host_blocks");
+  params.layer_offset = on.data<int64_t>(tensors.layer_offset, 1, "layer_offset");
+  params.layer_part = on.data<int32_t>(tensors.layer_part, 1, "layer_part");
+  params.host_offset = on.data<int64_t>(tensors.host_offset, 1, "host_offset");
+  params.host_row_stride = on.data<int64_t>(tensors.host_row_stride, 1, "host_row_stride");
   params.num_layers = extent(tensors.layer_offset, 0, "num_layers");
   params.num_pages = extent(tensors.host_blocks, 0, "num_pages");
   params.row_bytes = positive(row_bytes, "row_bytes");
@@ -75,12 +77,13 @@ struct GatherTensors {
 inline GatherParams make_gather_params(const GatherTensors& tensors, int64_t layer_offset, int64_t host_offset,
                                        int64_t host_row_stride, int64_t row_bytes, int64_t block_size,
                                        int64_t block_stride_bytes) {
+  const Place on(tensors.pool);
   GatherParams params{};
-  params.pool = data<uint8_t>(tensors.pool, 1, "pool");
-  params.host = data<uint8_t>(tensors.host, 1, "host");
-  params.staging = data<uint8_t>(tensors.staging, 2, "staging");
-  params.device_blocks = data<int32_t>(tensors.device_blocks, 1, "device_blocks");
-  params.host_blocks = data<int32_t>(tensors.host_blocks, 1, "host_blocks");
+  params.pool = on.data<uint8_t>(tensors.pool, 1, "pool");
+  params.host = Place::host().data<uint8_t>(tensors.host, 1, "host");
+  params.staging = on.data<uint8_t>(tensors.staging, 2, "staging");
+  params.device_blocks = on.data<int32_t>(tensors.device_blocks, 1, "device_blocks");
+  params.host_blocks = on.data<int32_t>(tensors.host_blocks, 1, "host_blocks");
   params.layer_offset = layer_offset;
   params.host_offset = host_offset;
   params.host_row_stride = host_row_stride;
