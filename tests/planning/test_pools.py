@@ -31,7 +31,7 @@ def test_sizes() -> None:
     state = 64 * 8 * (2 * 65536 + 8 * 8192 + 4)
     tables = 4 * (2 * 64 * 1024 + 64 * 128)
     results = 4 * (8192 * 2048 + 2 * 64 * 2048)
-    staging = 3196 * 64 * 656  # a page of every host block, less than 256 MiB
+    staging = 1024 * 64 * 656  # the pages of one request, less than 256 MiB
     assert overhead == state + tables + results + staging + 64 * 656
     assert config.num_blocks == (4 * GIB - overhead) // TINY_STRIDE
     assert config.num_blocks * TINY_STRIDE + overhead <= 4 * GIB
@@ -117,3 +117,18 @@ def test_the_layout_holds_what_requests_need() -> None:
     assert layout.floor_hot_blocks == layout.start_hot_blocks == layout.max_hot_blocks == 16
     assert (layout.tail_pages, layout.admission_pages) == (need.tail_pages, need.admission_pages) == (2, 16)
     assert layout.num_regions == 5
+
+
+def test_state_is_set_aside_evenly() -> None:
+    """One region more never takes blocks from a pool that has grown by less, and all of them fit."""
+    vllm_config = engine(max_num_seqs=1000)
+    groups = kv_cache_groups(vllm_config, layer_specs(PATTERNS["glm-tiny"]))
+    assert groups is not None
+    previous = 0
+    for memory in range(2 * GIB, 2 * GIB + 50 * TINY_STRIDE, TINY_STRIDE // 3):
+        config = kv_cache_config(vllm_config, groups, memory, GIB)
+        assert config.num_blocks >= previous
+        previous = config.num_blocks
+        layout = layout_from(vllm_config, config)
+        beside = device_overhead_bytes(vllm_config, layout, layout.num_regions)
+        assert config.num_blocks * TINY_STRIDE + beside <= memory

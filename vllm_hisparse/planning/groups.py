@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm_hisparse.config import HiSparseConfig, user_error
 
 from .geometry import Shape, choose_geometry
-from .layout import LayerPlan
+from .layout import LayerPlan, index_groups
 from .specs import SOURCE_ROLE, IndexerSpec, ResidentSpec, resident_name
 
 if TYPE_CHECKING:
@@ -89,22 +89,6 @@ def make_plan(source: Mapping[str, Any], indexer: Mapping[str, Any], max_indexer
         index_groups=index_groups({name: spec.is_index_group_leader for name, spec in source.items()}),
         indexer_layers=tuple(indexer),
     )
-
-
-def index_groups(is_leader: Mapping[str, bool]) -> tuple[tuple[str, ...], ...]:
-    """Splits layers, in order, into groups that share one selection; each starts with its leader."""
-    groups: list[list[str]] = []
-    for name, leads in is_leader.items():
-        if leads:
-            groups.append([])
-        elif not groups:
-            raise user_error(
-                got=f"{name} as the first sparse layer, without an indexer",
-                need="an indexer there",
-                because="a layer without one reads the selection of the layer before it",
-            )
-        groups[-1].append(name)
-    return tuple(tuple(names) for names in groups)
 
 
 def _partition(kv_cache_spec: Mapping[str, KVCacheSpec]) -> tuple[MlaSpecs, MlaSpecs]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+from vllm_hisparse.config import user_error
 
 from .geometry import Geometry, ceil_div
 
@@ -185,6 +188,22 @@ class Layout(LayerPlan):
     def host_row_stride(self) -> tuple[int, ...]:
         """Bytes between consecutive tokens of a layer in the host pool, aligned with `layers`."""
         return tuple(self.group_row_bytes[group] for group in self.layer_group)
+
+
+def index_groups(is_leader: Mapping[str, bool]) -> tuple[tuple[str, ...], ...]:
+    """Splits layers, in order, into groups that share one selection; each starts with its leader."""
+    groups: list[list[str]] = []
+    for name, leads in is_leader.items():
+        if leads:
+            groups.append([])
+        elif not groups:
+            raise user_error(
+                got=f"{name} as the first sparse layer, without an indexer",
+                need="an indexer there",
+                because="a layer without one reads the selection of the layer before it",
+            )
+        groups[-1].append(name)
+    return tuple(tuple(names) for names in groups)
 
 
 def layout_from(vllm_config: Any, kv_cache_config: Any) -> Layout:

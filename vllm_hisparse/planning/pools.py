@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
-from vllm_hisparse.config import GIB, HiSparseConfig, user_error
+from vllm_hisparse.config import HiSparseConfig, user_error
 
-from .bounds import RequestBlocks, request_blocks, result_bytes, table_bytes
+from .bounds import request_blocks
 from .layout import LayerPlan, Layout, layout_from
+from .sizes import checked_host_blocks, device_blocks, device_overhead_bytes
 from .specs import ResidentSpec, resident_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-NUM_RESERVED_HOST_BLOCKS = 2  # the pool's null block, and one block for a copy in flight
-MAX_HOST_ROWS = 1 << 31  # host rows are int32
+__all__ = ["device_overhead_bytes", "host_pool_bytes", "kv_cache_config"]
 
 
 def kv_cache_config(
@@ -31,9 +31,9 @@ def kv_cache_config(
     """
     plan = next(g.kv_cache_spec.plan for g in kv_cache_groups if isinstance(g.kv_cache_spec, ResidentSpec))
     _check_kv_layout(vllm_config)
-    num_host_blocks = _num_host_blocks(plan, request_blocks(vllm_config, plan), host_budget)
+    num_host_blocks = checked_host_blocks(plan, request_blocks(vllm_config, plan), host_budget)
     config = KVCacheConfig(
-        num_blocks=_num_device_blocks(vllm_config, kv_cache_groups, plan, available_memory, num_host_blocks),
+        num_blocks=_num_device_blocks(vllm_config, kv_cache_groups, plan, available_memory),
         kv_cache_tensors=[],
         kv_cache_groups=[_reserved(group) for group in kv_cache_groups],
         hisparse_host_num_blocks=num_host_blocks,
@@ -46,78 +46,28 @@ def kv_cache_config(
     return config
 
 
-def device_overhead_bytes(
-    vllm_config: VllmConfig, plan: LayerPlan, num_regions: int, num_host_blocks: int | None = None
-) -> int:
-    """Device memory beside the pool: region state, tables, a resolver's results, prefill staging, slack.
-
-    Staging is never more than a page of each of `num_host_blocks`; those of a layout if it is one.
-    """
-    if num_host_blocks is None and isinstance(plan, Layout):
-        num_host_blocks = plan.num_host_blocks
-    need = request_blocks(vllm_config, plan)
-    config = HiSparseConfig.from_vllm_config(vllm_config)
-    scheduler = vllm_config.scheduler_config
-    max_requests = int(scheduler.max_num_seqs)
-    results = result_bytes(
-        plan,
-        config.top_k,
-        int(scheduler.max_num_batched_tokens),
-        max_requests,
-        min(config.floor_hot_rows, need.max_hot_blocks * plan.page_tokens),
-    )
-    staging = config.prefill_staging_bytes
-    if num_host_blocks is not None:
-        staging = min(staging, num_host_blocks * plan.page_bytes)
-    tables = table_bytes(need, num_regions, max_requests)
-    return num_regions * need.state_bytes + tables + results + staging + plan.page_bytes
-
-
 def host_pool_bytes(vllm_config: VllmConfig) -> int:
     """Size of the host pool. Takes the place of vLLM's, which does not look into a nested MultiConnector."""
     return HiSparseConfig.from_vllm_config(vllm_config).host_pool_bytes
 
 
 def _num_device_blocks(
-    vllm_config: VllmConfig,
-    groups: list[KVCacheGroupSpec],
-    plan: LayerPlan,
-    available_memory: int,
-    num_host_blocks: int,
+    vllm_config: VllmConfig, groups: list[KVCacheGroupSpec], plan: LayerPlan, available_memory: int
 ) -> int:
     """Blocks in the memory, less what is set aside.
 
     Nothing is set aside from a pool that could not admit one request afterwards. vLLM has refused those
     already, so it is the throwaway pool in which graphs are captured to measure them, of the size asked for.
     """
-    stride = plan.block_stride_bytes
-    num_blocks = available_memory // stride
+    num_blocks = available_memory // plan.block_stride_bytes
     override = vllm_config.cache_config.num_gpu_blocks_override
     if override is not None:
         # 0.32 measures graphs with an override and no memory.
         return min(int(override), num_blocks) or int(override)
     if any(isinstance(g.kv_cache_spec, ResidentSpec) and g.kv_cache_spec.memory_reserved for g in groups):
         return num_blocks
-    need = request_blocks(vllm_config, plan)
-    regions = need.num_regions(num_blocks, stride, int(vllm_config.scheduler_config.max_num_seqs))
-    # Enough: fewer blocks allow no more regions.
-    overhead = device_overhead_bytes(vllm_config, plan, regions, num_host_blocks)
-    remaining = max(0, available_memory - overhead) // stride
-    return remaining if remaining > need.admission_blocks else num_blocks
-
-
-def _num_host_blocks(plan: LayerPlan, need: RequestBlocks, host_budget: int) -> int:
-    """Host blocks in the budget; independent of num_gpu_blocks_override."""
-    block_bytes = len(plan.layers) * plan.page_bytes
-    num_blocks = min(host_budget // block_bytes, (MAX_HOST_ROWS - 1) // plan.page_tokens)
-    needed = need.num_pages + NUM_RESERVED_HOST_BLOCKS
-    if num_blocks < needed:
-        raise user_error(
-            got=f"host_pool_gib={host_budget / GIB:g}: {num_blocks} host blocks of {block_bytes} bytes",
-            need=f"{needed} blocks, {needed * block_bytes / GIB:.3f} GiB,",
-            because="a request of max_model_len has all its pages there; lower max_model_len otherwise",
-        )
-    return num_blocks
+    remaining = device_blocks(vllm_config, plan, available_memory)
+    return remaining if remaining > request_blocks(vllm_config, plan).admission_blocks else num_blocks
 
 
 def _check_kv_layout(vllm_config: VllmConfig) -> None:

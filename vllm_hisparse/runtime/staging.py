@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_hisparse import ops
+from vllm_hisparse.planning.sizes import staging_pages
 
 if TYPE_CHECKING:
     from .runtime import HiSparseRuntime
@@ -36,7 +37,7 @@ class Staging:
     def __init__(self, runtime: "HiSparseRuntime", device: torch.device) -> None:
         layout, config = runtime.layout, runtime.config
         self._runtime = runtime
-        self._num_pages = min(config.prefill_staging_bytes // layout.page_bytes, layout.num_host_blocks)
+        self._num_pages = staging_pages(config, layout.page_bytes, layout.max_pages)
         needed = min(config.top_k, layout.max_pages)
         if self._num_pages < needed:
             raise ValueError(
