@@ -30,7 +30,7 @@ def plan_of(pattern: str) -> LayerPlan:
 
 
 def test_a_long_request_on_glm_52() -> None:
-    """202,752 tokens, 8,192-token steps, two in flight: 3168 pages, of which the device needs 290 a part."""
+    """202,752 tokens, 8,192-token steps, two in flight: 3168 pages, of which the device needs 322 a part."""
     need = request_blocks(engine(max_model_len=202752), plan_of(PATTERNS["glm-5.2"]))
     assert need == RequestBlocks(
         num_pages=3168,
@@ -45,8 +45,8 @@ def test_a_long_request_on_glm_52() -> None:
         # 21 groups: 2 bytes a position, 8 bytes a slot, a clock
         state_bytes=21 * (2 * 202752 + 8 * 8192 + 4),
     )
-    assert need.admission_pages == 32 + 2 + 256
-    assert need.admission_blocks == 1056 + 6 * 290 == 2796
+    assert need.admission_pages == 64 + 2 + 256
+    assert need.admission_blocks == 1056 + 6 * 322 == 2988
     assert need.steady_blocks(64) == 1056 + 6 * 66 == 1452
     assert need.steady_blocks(32) == 1056 + 6 * 34 == 1260
     assert need.resident_blocks == 1056 + 6 * 3168 == 20064
@@ -117,26 +117,26 @@ def tiny_need(**changes: Any) -> RequestBlocks:
 
 
 def test_admission_by_hand() -> None:
-    """20 + 2 x (4 + 2 + 10) = 52 device blocks and 100 host blocks a request; a null block in each pool."""
-    bound = admission_concurrency(tiny_need(), 521, 901, max_requests=8)
+    """20 + 2 x (8 + 2 + 10) = 60 device blocks and 100 host blocks a request; a null block in each pool."""
+    bound = admission_concurrency(tiny_need(), 601, 901, max_requests=8)
     assert (bound.device, bound.host) == (10, 9)
     assert (bound.value, bound.limit) == (8, "max_num_seqs")
-    bound = admission_concurrency(tiny_need(), 521, 951, max_requests=20)
+    bound = admission_concurrency(tiny_need(), 601, 951, max_requests=20)
     assert (bound.value, bound.limit) == (Fraction(19, 2), "host")
-    bound = admission_concurrency(tiny_need(), 521, 5001, max_requests=20)
+    bound = admission_concurrency(tiny_need(), 601, 5001, max_requests=20)
     assert (bound.value, bound.limit) == (10, "device")
 
 
 def test_steady_state_by_hand() -> None:
-    """One request being admitted (52 blocks), the others 20 + 2 x (8 + 2) = 40, or 32 at the floor."""
+    """One request being admitted (60 blocks), the others 20 + 2 x (8 + 2) = 40, or 32 at the floor."""
     need = tiny_need()
-    bound = steady_concurrency(need, 1 + 52 + 400, 10_001, num_regions=64, max_requests=64, hot_blocks=8)
+    bound = steady_concurrency(need, 1 + 60 + 400, 10_001, num_regions=64, max_requests=64, hot_blocks=8)
     assert (bound.device, bound.limit) == (11, "device")
-    assert steady_concurrency(need, 1 + 52 + 400, 10_001, 64, 64, 4).device == Fraction(27, 2)
-    assert steady_concurrency(need, 1 + 26, 10_001, 64, 64, 8).device == Fraction(1, 2)  # not even one
-    assert steady_concurrency(need, 453, 501, 64, 64, 8).limit == "host"
-    assert steady_concurrency(need, 453, 501, 3, 64, 8).limit == "regions"
-    assert steady_concurrency(need, 453, 10_001, 64, 7, 8).limit == "max_num_seqs"
+    assert steady_concurrency(need, 1 + 60 + 400, 10_001, 64, 64, 4).device == Fraction(27, 2)
+    assert steady_concurrency(need, 1 + 30, 10_001, 64, 64, 8).device == Fraction(1, 2)  # not even one
+    assert steady_concurrency(need, 461, 501, 64, 64, 8).limit == "host"
+    assert steady_concurrency(need, 461, 501, 3, 64, 8).limit == "regions"
+    assert steady_concurrency(need, 461, 10_001, 64, 7, 8).limit == "max_num_seqs"
 
 
 def test_requests_that_stay_resident_need_no_region() -> None:
@@ -155,7 +155,7 @@ def test_the_report() -> None:
     steady = steady_state(vllm_config, layout)
     need = request_blocks(vllm_config, layout)
     assert need.steady_blocks(layout.start_hot_blocks) == 205 + 66
-    assert steady.device == 1 + Fraction(config.num_blocks - 1 - (205 + 290), 271)
+    assert steady.device == 1 + Fraction(config.num_blocks - 1 - (205 + 322), 271)
     assert 7 < steady.value < 8
     lines = startup_lines(vllm_config, layout)
     assert len(lines) == 6

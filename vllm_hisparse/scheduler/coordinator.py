@@ -18,6 +18,7 @@ from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.messages import Acknowledgement, Binding, Copy, RegionWrite, StepMessage
 from vllm_hisparse.planning.layout import Layout
 
+from .admission import NO_HIT, Admission
 from .host_pool import HostPool
 from .integrity import check
 from .leases import PageLeases
@@ -65,8 +66,10 @@ class HiSparseCoordinator:
         self._grown: dict[Record, None] = {}  # have pages that the workers do not know
         self._unbound: list[str] = []
         self._region_writes: dict[int, RegionWrite] = {}  # by slot: the last one of a step counts
-        self._hit_blocks: frozenset[int] = frozenset()  # of the query in progress: not to be reclaimed for it
-        self.pressure = Pressure(self, max_step_tokens)
+        self._hit = NO_HIT  # of the query in progress
+        self.admission = Admission(layout, self.leases, max_step_tokens)
+        self.host_pool.num_admissible = self.admission.num_admissible
+        self.pressure = Pressure(self)
         self.source.bind(self, self.host_pool)
         for part, manager in enumerate(self.resident):
             manager.bind(self, part)
@@ -76,42 +79,41 @@ class HiSparseCoordinator:
 
     def num_blocks_for_hit(self, blocks: Sequence[KVCacheBlock]) -> int:
         """Device blocks that adopting a prefix hit takes out of the free queue. A pure query."""
-        on_device = [b for page in blocks for b in self.leases.hit_blocks(page)]
-        self._hit_blocks = frozenset(b.block_id for b in on_device)
-        num = sum(b.ref_cnt == 0 for b in on_device)
-        if any(b.pool is self.host_pool for b in blocks):
-            num += self.regions.num_blocks if self.regions.num_free_ids else self.pool.num_gpu_blocks
-        return num
+        self._hit = self.admission.inspect(blocks)
+        if not self._hit.num_host_only:
+            return self._hit.num_evictable
+        region = self.regions.num_blocks if self.regions.num_free_ids else self.pool.num_gpu_blocks
+        return self._hit.num_evictable + region
 
     def cap_admission(self, num_pages: int) -> int:
         """Pages that a request must find room for to be admitted: not all, if the host can take the rest."""
-        cap = self.pressure.admission_pages
-        if num_pages <= cap or num_pages - cap > self.host_pool.get_num_free_blocks():
-            return num_pages
-        return cap
+        return self.admission.cap(num_pages, self._hit, self.host_pool.get_num_free_blocks())
 
-    def num_reclaimable(self, num_pages: int) -> int:
-        """Device blocks that could be freed at once, as far as `num_pages` new pages need them.
-
-        A pure query.
-        """
-        upper_bound = num_pages * (self.layout.num_parts + len(self.on_device)) + len(self._hit_blocks)
+    def num_reclaimable(self, request_id: str, num_tokens: int) -> int:
+        """Device blocks that could be freed at once, as far as the request needs them. A pure query."""
+        upper_bound = self._num_missing(request_id, num_tokens) + len(self._hit.block_ids)
         missing = upper_bound + self.regions.num_blocks - self.pool.get_num_free_blocks()
-        return self.pressure.num_reclaimable(missing, self._hit_blocks) if missing > 0 else 0
+        return self.pressure.num_reclaimable(missing, self._hit) if missing > 0 else 0
 
     def make_room(self, request_id: str, num_tokens: int) -> None:
         """Free what the groups are about to allocate, and lease the region of a request that starts on
         host-only pages.
         """
+        record = self._record(request_id)
+        num_free = self._num_missing(request_id, num_tokens)
+        wants_region = record.region is None and record.needs_region
+        if wants_region:
+            num_free += self.regions.num_blocks
+        self.pressure.reclaim(num_free, record if record.slot < 0 else None)
+        if wants_region:
+            self.grant_region(record)
+
+    def _num_missing(self, request_id: str, num_tokens: int) -> int:
         need = 0
         for manager in self.on_device:
             have = len(manager.req_to_blocks.get(request_id, ()))
             need += max(-(-num_tokens // manager.block_size) - have, 0)
-        record = self._record(request_id)
-        wants_region = record.region is None and record.needs_region
-        self.pressure.reclaim(need + (self.regions.num_blocks if wants_region else 0))
-        if wants_region:
-            self.grant_region(record)
+        return need
 
     # ---- what vLLM's managers report
 
@@ -119,6 +121,7 @@ class HiSparseCoordinator:
         """The request starts on a prefix hit."""
         record = self._record(request_id)
         self.leases.adopt(record, blocks)
+        self.pressure.note_adoption(record)
         self._note_growth(record)
 
     def grow(self, request_id: str, num_pages: int) -> None:
@@ -189,10 +192,11 @@ class HiSparseCoordinator:
             self.pressure.relieve()
 
     def wait_for_copies(self) -> bool:
-        """Whether leases can go back as soon as copies in flight are acknowledged as enqueued."""
-        waits = any(t.cuts for t in self.ledger) or any(
-            r.pages.count(PageState.SPILLING) for r in self.records.values()
-        )
+        """Whether blocks come free without a preemption: what is on its way, what the next message asks for.
+
+        vLLM asks when a running request cannot be given blocks.
+        """
+        waits = any(t.cuts for t in self.ledger) or self.pressure.note_shortage()
         self.num_waits += waits
         return waits
 
@@ -281,12 +285,13 @@ class HiSparseCoordinator:
         transfer.cuts.clear()
 
     def _release_for_reset(self) -> list[KVCacheBlock]:
-        """Before a reset: no request is left, so regions on their way back are dead.
+        """Before a reset: if no request is left, as it takes to succeed, regions on their way back are dead.
 
         Returns host blocks that copies still write to.
         """
-        for transfer in self.ledger:
-            self._release_cuts(transfer)
+        if not self.records:
+            for transfer in self.ledger:
+                self._release_cuts(transfer)
         return [c.host_block for t in self.ledger for c in t.spills if not c.record.alive]
 
     def check_integrity(self, **retained: Any) -> None:

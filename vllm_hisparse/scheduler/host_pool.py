@@ -1,6 +1,6 @@
 """The host tier's block pool, and prefix lookup over both tiers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
@@ -23,6 +23,7 @@ class HostPool(BlockPool):
         self._device_pool = device_pool
         self._resident_group_ids = resident_group_ids
         self._before_reset: Callable[[], list[KVCacheBlock]] | None = None
+        self.num_admissible: Callable[[Sequence[KVCacheBlock]], int] = len  # leading pages of a hit to use
         self.num_evictions = 0  # since start
         self.epoch = 0  # counts resets: a copy that was planned before one must not be published after it
         super().__init__(

@@ -90,7 +90,7 @@ class PageLeases:
         rows: list[list[KVCacheBlock]] = [[] for _ in self._resident]
         for page, block in enumerate(blocks):
             on_device = self.hit_blocks(block)
-            host = block if not on_device else self._published(block)
+            host = block if not on_device else self.published(block)
             if host is not None:
                 self._hold(record, page, host)
             self._pool.touch(on_device)
@@ -111,7 +111,7 @@ class PageLeases:
         False, and nothing has changed, if no host block is free or the page's blocks are being copied.
         """
         blocks = self.device_blocks(record, page)
-        if (published := self._published(blocks[0])) is not None:
+        if (published := self.published(blocks[0])) is not None:
             self._hold(record, page, published)
             record.pages.advance(page, Event.DEDUPLICATE)
             self.counters.deduplicated += 1
@@ -222,7 +222,7 @@ class PageLeases:
 
     # ---- bookkeeping
 
-    def _published(self, block: KVCacheBlock) -> KVCacheBlock | None:
+    def published(self, block: KVCacheBlock) -> KVCacheBlock | None:
         """The host block published under a device block's hash."""
         if block.block_hash is None:
             return None

@@ -38,6 +38,17 @@ class SourceManager(FullAttentionManager):
         self.block_pool = self.host_pool = host_pool
         self._null_block = host_pool.null_block
 
+    @classmethod
+    def find_longest_cache_hit(cls, **lookup: Any) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """The lookup over both tiers, cut where the request could not be admitted."""
+        (blocks,), num_tokens = super().find_longest_cache_hit(**lookup)
+        num_pages = lookup["block_pool"].num_admissible(blocks)
+        if num_pages < len(blocks):
+            block_size, alignment = lookup["kv_cache_spec"].block_size, lookup["alignment_tokens"]
+            num_tokens = num_pages * block_size // alignment * alignment
+            blocks = blocks[: num_tokens // block_size]
+        return (blocks,), num_tokens
+
     def get_num_blocks_to_allocate(
         self,
         request_id: str,
@@ -62,8 +73,17 @@ class SourceManager(FullAttentionManager):
         self.num_cached_block[request_id] = len(new_computed_blocks)
         self.coordinator.adopt(request_id, new_computed_blocks)
 
-    def allocate_external_computed_blocks(self, *args: Any, **kwargs: Any) -> None:
-        """External tokens land on the device; a host block is taken when they are written back."""
+    def allocate_external_computed_blocks(
+        self,
+        request_id: str,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        record_for_zeroing: bool = True,
+    ) -> None:
+        """External tokens land on the device, where this makes room; a host block is taken when they are
+        written back.
+        """
+        self.coordinator.make_room(request_id, num_local_computed_tokens + num_external_computed_tokens)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -150,7 +170,7 @@ class ResidentManager(SingleTypeKVCacheManager):
         need = max(cdiv(num_tokens, self.block_size) - have, 0)
         if apply_admission_cap:
             need = self.coordinator.cap_admission(need)
-        return need - (self.coordinator.num_reclaimable(need) if self.part == 0 else 0)
+        return need - (self.coordinator.num_reclaimable(request_id, num_tokens) if self.part == 0 else 0)
 
     def add_local_computed_blocks(self, *args: Any, **kwargs: Any) -> None:
         """Done by the source group's manager."""

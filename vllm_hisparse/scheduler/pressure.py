@@ -19,6 +19,7 @@ request the tail goes first.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from .admission import Hit
 from .records import Record
 from .residency import UNPINNABLE, PageState
 
@@ -31,42 +32,47 @@ MAX_SPILLED_PAGES = 256  # a step: the pages that one 16K-token prefill step sea
 MAX_RESTORED_PAGES = 64  # a step: restores share the link with misses, which decode waits for
 MAX_GROWN_BLOCKS = 16  # a step and part: growing is never urgent
 MIN_MISS_SHARE = 0.01  # of the selected rows; a region that misses less is large enough
-TAIL_PAGES = 2  # pages a request may be writing: the open one and one that a step in flight opens
 
 
 class Pressure:
     """The watermark policy of one coordinator."""
 
-    def __init__(self, coordinator: "HiSparseCoordinator", max_step_tokens: int) -> None:
+    def __init__(self, coordinator: "HiSparseCoordinator") -> None:
         self._coordinator = coordinator
         self._pool = coordinator.pool
         self._parts = coordinator.layout.num_parts
-        self._page_tokens = coordinator.layout.page_tokens
         config = coordinator.config
         self.low = config.low_blocks(coordinator.pool.num_gpu_blocks)
         self.high = config.high_blocks(coordinator.pool.num_gpu_blocks)
         num_groups = len(coordinator.layout.index_groups)
         self._min_misses = MIN_MISS_SHARE * config.top_k * num_groups
         self._copy_below = self.high if config.eager_host_mirror else self.low
-        self._chunk_pages = -(-max_step_tokens // self._page_tokens)
         self._unsealed: dict[Record, None] = {}  # may have pages to materialise
+        self._fresh: set[Record] = set()  # started on a prefix hit in this step
         self._with_region: dict[Record, None] = {}
+        self._is_short = False  # a running request could not be given blocks in this step
         self.num_crossings = {"below_low": 0, "between": 0, "above_high": 0}  # since start, by level entered
         self._level = "above_high"
-
-    @property
-    def admission_pages(self) -> int:
-        """Pages that a request of any length holds at a time if it spills while it is prefilled.
-
-        One step's tokens, and the previous step's, whose copies are still to be acknowledged.
-        """
-        return 2 * self._chunk_pages + TAIL_PAGES
 
     # ---- events
 
     def note_growth(self, record: Record) -> None:
         """The request has new pages."""
         self._unsealed[record] = None
+
+    def note_adoption(self, record: Record) -> None:
+        """The request starts on a prefix hit. The step that hits a page may be the one that writes it."""
+        self._fresh.add(record)
+
+    def note_shortage(self) -> bool:
+        """A running request cannot be given blocks. Returns whether this step's message can change that."""
+        gaining = [r for r in self._coordinator.records.values() if self._gains_by_copying(r)]
+        self._unsealed.update(dict.fromkeys(gaining))  # their last page may be sealed without having grown
+        excess = [
+            r.region for r in self._holders() if r.region and self._coordinator.regions.excess(r.region)
+        ]
+        self._is_short = bool(gaining or excess)
+        return self._is_short
 
     def note_region(self, record: Record) -> None:
         """The request got a hot region."""
@@ -75,34 +81,51 @@ class Pressure:
     def forget(self, record: Record) -> None:
         """The request is gone."""
         self._unsealed.pop(record, None)
+        self._fresh.discard(record)
         self._with_region.pop(record, None)
 
     # ---- reclaiming
 
-    def num_reclaimable(self, missing: int, excluded: frozenset[int]) -> int:
-        """Blocks, net of regions, that `reclaim` would free; stops counting at `missing`. A pure query."""
-        total, ids_needed = 0, 0
+    def num_reclaimable(self, missing: int, hit: Hit) -> int:
+        """Blocks, net of regions, that `reclaim` would free once `hit` is adopted, counted up to `missing`.
+
+        A pure query, and a promise: vLLM allocates what was counted here.
+        """
+        regions = self._coordinator.regions
+        total = 0
+        free_ids = regions.num_free_ids - (hit.num_host_only > 0)
         for record in self._victims():
+            if total >= missing:
+                return total
             cost = self._region_cost(record)
-            if cost and not self._coordinator.regions.num_free_ids > ids_needed:
+            if cost and free_ids <= 0:
                 continue
-            gain = len(self._unpinnable(record, missing - total + cost, excluded)) * self._parts - cost
+            gain = len(self._unpinnable(record, missing - total + cost, hit.block_ids)) * self._parts - cost
             if gain > 0:
                 total += gain
-                ids_needed += cost > 0
-            if total >= missing:
-                break
-        return total
+                free_ids -= cost > 0
+        cost = 0 if hit.num_host_only else regions.num_blocks
+        own = hit.num_clean * self._parts - cost
+        return total + (own if own > 0 and (not cost or free_ids > 0) else 0)
 
-    def reclaim(self, num_free: int) -> None:
-        """Return leases until the pool has `num_free` free blocks or nothing more can be gained."""
-        for record in self._victims() if self._pool.get_num_free_blocks() < num_free else ():
+    def reclaim(self, num_free: int, newcomer: Record | None = None) -> None:
+        """Return leases until the pool has `num_free` free blocks or nothing more can be gained.
+
+        `newcomer`, for whom room is made, gives up its prefix hit only after all others; if it needs a
+        region, one is kept for it.
+        """
+        if self._pool.get_num_free_blocks() >= num_free:
+            return
+        kept_ids = newcomer is not None and newcomer.region is None and newcomer.needs_region
+        victims = [r for r in self._victims() if r is not newcomer]
+        for record in victims if newcomer is None else [*victims, newcomer]:
             missing = num_free - self._pool.get_num_free_blocks()
             if missing <= 0:
                 return
             cost = self._region_cost(record)
             pages = self._unpinnable(record, missing + cost, frozenset())
-            if len(pages) * self._parts <= cost or (cost and not self._coordinator.regions.num_free_ids):
+            no_id = cost > 0 and self._coordinator.regions.num_free_ids <= kept_ids
+            if len(pages) * self._parts <= cost or no_id:
                 continue
             for page in pages:
                 self._coordinator.leases.unpin(record, page)
@@ -120,7 +143,21 @@ class Pressure:
         yield from candidates
 
     def _region_cost(self, record: Record) -> int:
-        return 0 if record.region is not None else self._coordinator.regions.num_blocks
+        """Blocks that a region for the record takes; none if it has one or is about to get one anyway."""
+        has_one = record.region is not None or record.needs_region
+        return 0 if has_one else self._coordinator.regions.num_blocks
+
+    def _gains_by_copying(self, record: Record) -> bool:
+        """Whether copies, planned or possible, would let the record give up more than its region takes."""
+        coordinator = self._coordinator
+        num_pages = record.pages.count(PageState.SPILLING)
+        if coordinator.host_pool.get_num_free_blocks() > 0 or len(coordinator.ledger) > 0:
+            written = record.num_written(coordinator.num_reprefillable)
+            num_pages += sum(record.pages[p] is PageState.DIRTY for p in range(record.next_spill, written))
+        cost = self._region_cost(record)
+        if not num_pages or (cost and not coordinator.regions.num_free_ids):
+            return False
+        return (num_pages + record.pages.num_unpinnable) * self._parts > cost
 
     def _unpinnable(self, record: Record, num_blocks: int, excluded: frozenset[int]) -> list[int]:
         """Pages, tail first, that free `num_blocks` blocks or as many as there are.
@@ -143,13 +180,17 @@ class Pressure:
         """After a step's allocations: materialise, relieve, restore, each if its level says so."""
         free = self._pool.get_num_free_blocks()
         self._note_level(free)
-        if free < self._copy_below:
+        if free < self._copy_below or self._is_short:
             self._materialise()
+        if self._is_short:
+            self._shrink(self._pool.num_gpu_blocks)
         if free < self.low:
             self.reclaim(self.low - self._shrink(self.low - free))
         elif free > self.high and self._with_region:
             self._restore()
             self._grow()
+        self._fresh.clear()
+        self._is_short = False
 
     def _note_level(self, free: int) -> None:
         level = "below_low" if free < self.low else "above_high" if free > self.high else "between"
@@ -159,7 +200,7 @@ class Pressure:
 
     def _materialise(self) -> None:
         budget = MAX_SPILLED_PAGES
-        for record in list(self._unsealed):
+        for record in [r for r in self._unsealed if r not in self._fresh]:
             sealed = record.num_sealed(self._coordinator.num_reprefillable)
             while budget and record.next_spill < sealed:
                 page = record.next_spill

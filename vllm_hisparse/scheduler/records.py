@@ -22,6 +22,7 @@ class Record:
     num_sent: int = 0  # pages whose table entries the workers have
     next_spill: int = 0  # pages before this one were spilled or adopted
     num_misses: float = 0.0  # rows a step that its selections read from the host, lately; all index groups
+    hot_pages: tuple[int, ...] = ()  # pages that its selections touch most, lately, hottest first
     alive: bool = True  # False once the request's blocks are gone; transfers may still refer to the record
 
     @property
@@ -40,7 +41,11 @@ class Record:
         Tokens in flight may be rolled back (rejected drafts) and the last `num_reprefillable` may be
         rewritten.
         """
-        settled = self.request.num_computed_tokens - self.request.num_in_flight_tokens - num_reprefillable
+        return self.num_written(num_reprefillable + self.request.num_in_flight_tokens)
+
+    def num_written(self, num_open_tokens: int) -> int:
+        """Pages that the steps scheduled so far fill, up to the last `num_open_tokens` tokens."""
+        settled = self.request.num_computed_tokens - num_open_tokens
         return min(max(settled, 0) // self.page_tokens, len(self.pages))
 
     def num_pages_left(self, page: int) -> int:

@@ -1,0 +1,83 @@
+"""What admitting a request costs, chosen such that an idle engine can admit and finish any request.
+
+A request that fits the device as a whole may be admitted as a whole. A longer one needs, at any one time, a
+hot region, its tail and a step's pages (`claim`); everything else is on the host by then or can go there.
+Pages that it starts on with a prefix hit take room on top: pages that only the device has cannot leave at
+once, and pages that only the host has need the region at once. `num_admissible` bounds the former and, where
+the pool has no room for a region, refuses the latter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from vllm_hisparse.planning.layout import Layout
+
+from .leases import PageLeases
+
+__all__ = ["NO_HIT", "Admission", "Hit"]
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A prefix hit as the pools see it before it is adopted."""
+
+    block_ids: frozenset[int] = frozenset()  # device blocks that adopting it leases
+    num_evictable: int = 0  # of these, blocks that are in the free queue now
+    num_clean: int = 0  # pages on both tiers that nobody else leases: their device leases can go back at once
+    num_host_only: int = 0  # pages
+
+
+NO_HIT = Hit()
+
+
+class Admission:
+    """The limits of one engine, in pages, which are blocks of one part."""
+
+    def __init__(self, layout: Layout, leases: PageLeases, max_step_tokens: int) -> None:
+        self._leases = leases
+        self._start = layout.start_hot_blocks
+        self._claim = self._start + layout.tail_pages + -(-max_step_tokens // layout.page_tokens)
+        indexer_blocks = -(-layout.max_pages // layout.indexer_pages)
+        room = (layout.num_device_blocks - 1 - indexer_blocks) // layout.num_parts
+        self._spare = room - self._claim
+        self._fits_whole = room >= layout.max_pages
+
+    def cap(self, num_pages: int, hit: Hit, num_free_host: int) -> int:
+        """Pages beyond `hit` that a request must find room for: not all, if the host can take the rest.
+
+        A hit with pages on the host has the region counted with it.
+        """
+        cap = self._claim - (self._start if hit.num_clean or hit.num_host_only else 0)
+        return num_pages if num_pages <= cap or num_pages - cap > num_free_host else cap
+
+    def inspect(self, blocks: Sequence[KVCacheBlock]) -> Hit:
+        """What adopting a prefix hit would take. A pure query; O(pages of the hit)."""
+        if not blocks:
+            return NO_HIT
+        on_device = [self._leases.hit_blocks(block) for block in blocks]
+        return Hit(
+            block_ids=frozenset(b.block_id for page in on_device for b in page),
+            num_evictable=sum(b.ref_cnt == 0 for page in on_device for b in page),
+            num_clean=sum(
+                bool(page) and all(b.ref_cnt == 0 for b in page) and self._leases.published(block) is not None
+                for block, page in zip(blocks, on_device, strict=True)
+            ),
+            num_host_only=sum(not page for page in on_device),
+        )
+
+    def num_admissible(self, blocks: Sequence[KVCacheBlock]) -> int:
+        """Leading pages of a prefix hit that an idle engine could start on."""
+        if len(blocks) <= self._spare:
+            return len(blocks)
+        num_host_only, num_device_only = 0, 0
+        for page, block in enumerate(blocks):
+            if not self._leases.hit_blocks(block):
+                num_host_only += 1
+            elif self._leases.published(block) is None:
+                num_device_only += 1
+            crowded = num_device_only > self._spare and (num_host_only > 0 or not self._fits_whole)
+            if crowded or (num_host_only > 0 and self._spare < 0):
+                return page
+        return len(blocks)
