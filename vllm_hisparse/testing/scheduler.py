@@ -1,0 +1,299 @@
+"""vLLM's own scheduler with our connector's scheduler role, driven step by step against naive ranks.
+
+`SchedulerRig` stands for engine core and workers: it executes each step's message and tokens on `ranks.Rank`,
+samples, and returns acknowledgements when the test says that copies have ended. After every call it checks
+the coordinator's invariants, and that nothing is published before it is written.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_hisparse.connector import HiSparseMetadata, HiSparseWorkerMetadata
+from vllm_hisparse.messages import Acknowledgement, StepMessage, decode
+from vllm_hisparse.scheduler.coordinator import HiSparseCoordinator
+from vllm_hisparse.scheduler.integrity import check
+
+from .engine_config import EngineOptions, make_kv_cache_config, make_vllm_config
+from .ranks import CopyTiming, Rank, Span
+from .state import full_state
+
+__all__ = ["ALL", "SchedulerRig", "build_scheduler"]
+
+ALL = 1 << 30  # every transfer
+VOCABULARY = 40
+INDEXER_GROUP = 1
+
+
+@dataclass
+class _WorkerRequest:
+    """What the model runner knows of a request."""
+
+    tokens: list[int]
+    num_computed: int
+    indexer_blocks: list[int]
+    digests: list[int] = field(default_factory=list)
+
+    def context(self, drafts: Sequence[int], end: int) -> list[int]:
+        """Digests of the first `end` tokens, `drafts` following the known ones."""
+        del self.digests[len(self.tokens) :]
+        _extend(self.digests, self.tokens)
+        return _extend(list(self.digests), [*self.tokens, *drafts])[:end]
+
+
+def _extend(digests: list[int], tokens: Sequence[int]) -> list[int]:
+    for position in range(len(digests), len(tokens)):
+        digests.append(hash((digests[-1] if digests else 0, position, tokens[position])) or 1)
+    return digests
+
+
+def _sample(digest: int) -> int:
+    return digest // 7 % VOCABULARY
+
+
+class SchedulerRig:
+    """One engine without a model.
+
+    Args:
+        options: the engine.
+        directory: where the model's config.json goes.
+        timing: when the ranks' asynchronous copies touch memory; "late" finds a missing wait.
+        seed: of drafts' luck.
+    """
+
+    def __init__(
+        self, options: EngineOptions, directory: Path, timing: CopyTiming = "late", seed: int = 0
+    ) -> None:
+        self.options = options
+        self.config = make_vllm_config(options, directory)
+        self.scheduler, self.hasher = build_scheduler(self.config, make_kv_cache_config(self.config, options))
+        self.coordinator: HiSparseCoordinator = self.scheduler.connector.coordinator
+        indexer_tokens = options.page_tokens * options.indexer_pages
+        self.ranks = [
+            Rank(options.page_tokens, options.num_parts, indexer_tokens, timing)
+            for _ in range(options.num_ranks)
+        ]
+        self.requests: dict[str, _WorkerRequest] = {}
+        self.in_flight: deque[tuple[Any, Any]] = deque()
+        self.messages: list[StepMessage] = []
+        self.outputs: dict[str, list[int]] = {}
+        self.num_refused = 0
+        self.watch_refusals = False
+        self._random = random.Random(seed)
+        self._allocate = self.scheduler.kv_cache_manager.allocate_slots
+        self.scheduler.kv_cache_manager.allocate_slots = self._watched_allocate
+
+    # ---- what a client does
+
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8) -> Any:
+        """A request arrives."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False),
+            pooling_params=None,
+            block_hasher=self.hasher,
+        )
+        self.scheduler.add_request(request)
+        self.outputs[request_id] = []
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """A client leaves."""
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        self.check()
+
+    def preempt(self) -> None:
+        """The last running request loses its blocks, as if the pool had been full."""
+        self.scheduler._preempt_request(self.scheduler.running.pop(), 0.0)
+        self.check()
+
+    def reset(self, running: bool = True) -> bool:
+        """Forget every prefix, preempting what runs if `running`."""
+        done = bool(self.scheduler.reset_prefix_cache(reset_running_requests=running))
+        self.check()
+        return done
+
+    # ---- what the engine core does
+
+    def step(self, *num_completed: int) -> None:
+        """Schedule and execute a step; with as many in flight as the engine allows, process the oldest.
+
+        `num_completed`: transfers that each rank's copy stream ends during the step; all by default.
+        """
+        if self.scheduler.has_requests():
+            self.submit(*num_completed)
+            if len(self.in_flight) < self.config.max_concurrent_batches:
+                return
+        if self.in_flight:
+            self.collect()
+
+    def submit(self, *num_completed: int) -> StepMessage:
+        """Schedule a step and execute it on every rank. Returns its message."""
+        output = self.scheduler.schedule()
+        meta = output.kv_connector_metadata
+        assert isinstance(meta, HiSparseMetadata)
+        message = decode(meta.payload)
+        self.messages.append(message)
+        self.check()
+        spans, sampled = self._run_model(output)
+        acks: list[Acknowledgement] = []
+        for rank, count in zip(self.ranks, num_completed or [ALL] * len(self.ranks), strict=True):
+            rank.apply(message)
+            rank.forward(spans)
+            rank.complete(count)
+            if (ack := rank.take_acknowledgement()) is not None:
+                acks.append(ack)
+        self.in_flight.append((output, self._result(sampled, acks)))
+        return message
+
+    def collect(self) -> None:
+        """Process the oldest step's output."""
+        output, result = self.in_flight.popleft()
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for item in outputs.outputs:
+                self.outputs[item.request_id] += item.new_token_ids
+        if self.options.num_drafts and not self.options.async_scheduling:
+            self._propose(list(output.num_scheduled_tokens))
+        self.check()
+
+    def run(self, max_steps: int = 400) -> None:
+        """Step until all requests have finished and all transfers have ended; then nothing may be held."""
+        for _ in range(max_steps):
+            if not (self.scheduler.has_requests() or self.in_flight):
+                break
+            self.step()
+        assert not self.scheduler.has_requests(), f"no end after {max_steps} steps"
+        self.check()
+        for pool in (self.coordinator.pool, self.coordinator.host_pool):
+            assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are held by nobody"
+        assert len(self.coordinator.ledger) == 0
+        assert not self.coordinator.records
+        assert not self.coordinator.requests
+
+    def check(self) -> None:
+        """The coordinator's invariants, and that every published host page is written on every rank."""
+        check(self.coordinator, [b for _, blocks in self.scheduler.deferred_frees for b in blocks])
+        published = {b.block_id for b in self.coordinator.host_pool.blocks if b.block_hash is not None}
+        for rank in self.ranks:
+            assert not published & rank.host_blocks_being_written(), "published before it is written"
+
+    # ---- what the model runner does
+
+    def _run_model(self, output: Any) -> tuple[list[Span], dict[str, list[int]]]:
+        self._update_requests(output)
+        spans, sampled = [], {}
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            drafts = self._drafts(request, len(output.scheduled_spec_decode_tokens.get(request_id, ())))
+            start, end = request.num_computed, request.num_computed + num_tokens
+            assert end <= len(request.tokens) + len(drafts), (request_id, end)
+            digests = request.context(drafts, end)
+            spans.append(Span(request_id, digests, start, list(request.indexer_blocks)))
+            sampled[request_id] = _verify(digests, len(request.tokens), drafts)
+            request.num_computed = end
+            if new := sampled[request_id]:
+                request.tokens += new
+                request.num_computed = len(request.tokens) - 1
+        return spans, sampled
+
+    def _update_requests(self, output: Any) -> None:
+        for new in output.scheduled_new_reqs:
+            self.requests[new.req_id] = _WorkerRequest(
+                list(new.prefill_token_ids), new.num_computed_tokens, list(new.block_ids[INDEXER_GROUP])
+            )
+        cached = output.scheduled_cached_reqs
+        assert not cached.resumed_req_ids, "Model Runner V2 sees resumed requests as new ones"
+        optimistic = self.options.async_scheduling and self.options.num_drafts
+        for request_id, num_computed, blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            request = self.requests[request_id]
+            assert optimistic or request.num_computed == num_computed, request_id
+            if blocks is not None:
+                request.indexer_blocks += blocks[INDEXER_GROUP]
+
+    def _drafts(self, request: _WorkerRequest, num_drafts: int) -> list[int]:
+        """As many drafts, each right three times out of four."""
+        digests = _extend(request.digests, request.tokens)[:]
+        drafts: list[int] = []
+        for _ in range(num_drafts):
+            right = _sample(digests[-1])
+            drafts.append(right if self._random.random() < 0.75 else (right + 1) % VOCABULARY)
+            _extend(digests, [*request.tokens, *drafts])
+        return drafts
+
+    def _propose(self, request_ids: list[str]) -> None:
+        from vllm.v1.outputs import DraftTokenIds
+
+        drafts = [[0] * self.options.num_drafts for _ in request_ids]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(request_ids, drafts))
+
+    def _result(self, sampled: dict[str, list[int]], acks: list[Acknowledgement]) -> Any:
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        meta: Any = None
+        for ack in acks:
+            one = HiSparseWorkerMetadata(ack)
+            meta = one if meta is None else meta.aggregate(one)
+        return ModelRunnerOutput(
+            req_ids=list(sampled),
+            req_id_to_index={request_id: index for index, request_id in enumerate(sampled)},
+            sampled_token_ids=[list(tokens) for tokens in sampled.values()],
+            kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=meta),
+        )
+
+    def _watched_allocate(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's `allocate_slots`; a refusal must not have changed anything."""
+        before = full_state(self.coordinator) if self.watch_refusals else None
+        blocks = self._allocate(*args, **kwargs)
+        if blocks is None:
+            self.num_refused += 1
+            assert before is None or before == full_state(self.coordinator), (
+                "a refused allocation changed state"
+            )
+        return blocks
+
+
+def _verify(digests: list[int], num_known: int, drafts: list[int]) -> list[int]:
+    """Tokens that a step samples: the accepted drafts and one more; none in the middle of a prompt."""
+    if len(digests) < num_known:
+        return []
+    tokens = [_sample(digests[num_known - 1])]
+    for index, draft in enumerate(drafts):
+        if draft != tokens[-1]:
+            break
+        tokens.append(_sample(digests[num_known + index]))
+    return tokens
+
+
+def build_scheduler(config: Any, kv_cache_config: Any) -> tuple[Any, Any]:
+    """(scheduler, block hasher), made as the engine core makes them."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import (
+        get_request_block_hasher,
+        init_none_hash,
+        resolve_kv_cache_block_sizes,
+    )
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    init_none_hash(sha256)
+    block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
+    scheduler = config.scheduler_config.get_scheduler_cls()(
+        vllm_config=config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=block_size,
+        hash_block_size=hash_block_size,
+    )
+    return scheduler, get_request_block_hasher(hash_block_size, sha256)
