@@ -12,7 +12,8 @@ PACKAGE = ROOT / "vllm_hisparse"
 
 # Top to bottom. A module may import from layers below its own, and from its own folder.
 LAYERS = (
-    {"cli", "testing"},
+    {"cli"},
+    {"testing"},
     {"plugin"},
     {"compat"},
     {"connector", "cpu"},

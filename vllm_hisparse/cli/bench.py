@@ -1,0 +1,41 @@
+"""`vllm-hisparse bench`: the scripts of examples/bench, in a source tree."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import vllm_hisparse
+
+__all__ = ["bench", "benchmarks"]
+
+SCRIPTS = Path(vllm_hisparse.__file__).parents[1] / "examples" / "bench"
+ENTRY = 'if __name__ == "__main__"'
+
+
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="A script of examples/bench; its own options follow.")] = "",
+) -> None:
+    """Run a benchmark of the source tree; without a name, list them."""
+    found = benchmarks()
+    if not found:
+        typer.echo(
+            f"got no {SCRIPTS}; need a source tree because benchmarks are not part of the package", err=True
+        )
+        raise typer.Exit(2)
+    if not name:
+        typer.echo("\n".join(found))
+        return
+    if name not in found:
+        typer.echo(f"got benchmark {name!r}; need one of {', '.join(found)}", err=True)
+        raise typer.Exit(2)
+    command = [sys.executable, str(found[name]), *context.args]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
+def benchmarks() -> dict[str, Path]:
+    """Scripts by name; modules that scripts share are none."""
+    return {path.stem: path for path in sorted(SCRIPTS.glob("*.py")) if ENTRY in path.read_text()}
