@@ -41,6 +41,8 @@ def test_defaults() -> None:
         max_indexer_pages=16,
         eager_host_mirror=True,
         check=False,
+        trace_path=None,
+        trace_max_mib=256,
     )
     assert config.host_pool_bytes == 384 << 30
     assert config.floor_hot_rows == 2048
@@ -59,6 +61,8 @@ def test_every_option_is_read() -> None:
         "prefill_staging_mib": 7,
         "max_indexer_pages": 3,
         "check": True,
+        "trace_path": "selections.npz",
+        "trace_max_mib": 5,
     }
     config = read(**options)
     assert {key: getattr(config, key) for key in options} == options
@@ -109,7 +113,8 @@ BAD_OPTIONS = [
         {"host_pool_gb": 1},
         "got unknown options ['host_pool_gb'] for HiSparseConnector; need keys among ['check', "
         "'high_watermark', 'host_pool_gib', 'low_watermark', 'max_hot_rows', 'max_indexer_pages', 'policy', "
-        "'prefetch', 'prefill_staging_mib', 'skip_io'] because a misspelt option would be ignored silently",
+        "'prefetch', 'prefill_staging_mib', 'skip_io', 'trace_max_mib', 'trace_path'] because a misspelt "
+        "option would be ignored silently",
     ),
     ({"fault": "nocopy"}, "got unknown options ['fault']"),
     ({"host_pool_gib": None}, "got no host_pool_gib for HiSparseConnector; need its size"),
@@ -129,6 +134,8 @@ BAD_OPTIONS = [
     ({"high_watermark": 1.1}, "got low_watermark=0.08, high_watermark=1.1; need 0 <= low"),
     ({"policy": "fifo"}, "got policy='fifo'; need one of ['lru', 'lrfu'] because no other is built in"),
     ({"prefill_staging_mib": 0}, "got prefill_staging_mib=0; need at least 1 because"),
+    ({"trace_max_mib": 0}, "got trace_max_mib=0; need at least 1 because"),
+    ({"trace_path": True}, "got trace_path=True of type bool; need str because"),
     ({"max_indexer_pages": 0}, "got max_indexer_pages=0; need at least 1 because"),
     (
         {"max_hot_rows": 2047},
@@ -236,6 +243,28 @@ def test_engine_settings(section: str, setting: str, value: Any, message: str) -
         validate_engine(vllm_config)
     assert str(error.value).startswith(message)
     assert " because " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "refused"),
+    [
+        ("FULL_AND_PIECEWISE", "cuda", True),
+        ("PIECEWISE", "cuda", True),
+        ("NONE", "cuda", False),
+        ("FULL_AND_PIECEWISE", "cpu", False),  # where no graph is ever made
+    ],
+)
+def test_graphs_do_not_record(mode: str, device: str, refused: bool) -> None:
+    vllm_config = engine(trace_path="selections.npz")
+    vllm_config.compilation_config.cudagraph_mode.name = mode
+    vllm_config.device_config.device_type = device
+    if refused:
+        with pytest.raises(
+            ValueError, match=f"got trace_path with cudagraph_mode={mode}; need --enforce-eager"
+        ):
+            validate_engine(vllm_config)
+    else:
+        assert validate_engine(vllm_config).trace_path == "selections.npz"
 
 
 def test_without_any_connector() -> None:

@@ -35,6 +35,8 @@ _OPTIONS: dict[str, tuple[type, Any]] = {
     "prefill_staging_mib": (int, 256),
     "max_indexer_pages": (int, None),
     "check": (bool, False),
+    "trace_path": (str, None),
+    "trace_max_mib": (int, 256),
 }
 
 
@@ -64,6 +66,8 @@ class HiSparseConfig:
     max_indexer_pages: int = MAX_INDEXER_PAGES  # most pages of an indexer block: the grain of prefix hits
     eager_host_mirror: bool = True  # True: a page is copied to the host when it seals; False: when it spills
     check: bool = False  # integrity checks after every step
+    trace_path: str | None = None  # file that selections are recorded to; None: nothing is recorded
+    trace_max_mib: int = 256  # host memory of a recording
 
     @property
     def floor_hot_rows(self) -> int:
@@ -193,7 +197,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
             need=f"one of {list(POLICIES)}",
             because="no other is built in",
         )
-    for key in ("prefill_staging_mib", "max_indexer_pages"):
+    for key in ("prefill_staging_mib", "max_indexer_pages", "trace_max_mib"):
         if options[key] is not None and options[key] < 1:
             raise user_error(
                 got=f"{key}={options[key]}", need="at least 1", because="it has to hold something"
@@ -283,7 +287,18 @@ def validate_engine(vllm_config: Any, cudagraph_mode: Any = None) -> HiSparseCon
         )
     mode = cudagraph_mode if cudagraph_mode is not None else vllm_config.compilation_config.cudagraph_mode
     _check_engine(vllm_config, getattr(mode, "name", mode))
+    _check_trace(config, vllm_config, getattr(mode, "name", mode))
     return config
+
+
+def _check_trace(config: HiSparseConfig, vllm_config: Any, cudagraph_mode: str | None) -> None:
+    on_cuda = vllm_config.device_config.device_type == "cuda"
+    if config.trace_path is not None and on_cuda and cudagraph_mode not in (None, "NONE"):
+        raise user_error(
+            got=f"trace_path with cudagraph_mode={cudagraph_mode}",
+            need="--enforce-eager",
+            because="a graph replays kernels, not the code that records selections",
+        )
 
 
 def _check_engine(vllm_config: Any, cudagraph_mode: str | None) -> None:

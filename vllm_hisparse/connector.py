@@ -188,13 +188,17 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Pick up the runtime that the allocation of the caches has made."""
         from .runtime.binding import current_runtime
+        from .runtime.recorder import Recorder
         from .worker.copies import InlineCopies
         from .worker.sampler import RankSampler
         from .worker.worker import HiSparseWorker
 
         runtime = current_runtime()
         self.worker = HiSparseWorker(runtime, InlineCopies())
-        self._sampler = RankSampler(runtime, self._vllm_config.parallel_config.rank)
+        parallel = self._vllm_config.parallel_config
+        self._sampler = RankSampler(runtime, parallel.rank)
+        if runtime.config.trace_path is not None and parallel.rank == parallel.data_parallel_index == 0:
+            runtime.recorder = Recorder(runtime)
 
     @property
     def _rank(self) -> "HiSparseWorker":
@@ -218,6 +222,11 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """The step is over."""
         self._rank.end_step()
+
+    def shutdown(self) -> None:
+        """The engine ends: write what was recorded."""
+        if self.worker is not None and self.worker.runtime.recorder is not None:
+            self.worker.runtime.recorder.write()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """This rank's acknowledgement."""

@@ -47,6 +47,7 @@ class GroupResolver:
     ) -> None:
         layout = runtime.layout
         self._runtime = runtime
+        self._group = group
         self._layers = [layout.layer_index[name] for name in layout.index_groups[group]]
         self._parts = list(layout.group_parts[group])
         self.state = SelectionState.allocate(layout, device)
@@ -62,6 +63,8 @@ class GroupResolver:
         runtime, tables, result = self._runtime, self._runtime.tables, self._result
         n = topk.shape[0]
         runtime.selection = topk, query_start
+        if runtime.recorder is not None:
+            runtime.recorder.record(self._group, topk, query_start)
         ops.resolve(
             topk,
             query_start,

@@ -13,6 +13,7 @@ from vllm_hisparse.planning.layout import Layout
 from .counters import Counters, MissProbe
 from .heat import HeatProbe
 from .memory import Memory
+from .recorder import Recorder
 from .resolver import GroupResolver, ResultBuffers
 from .staging import Staging
 from .tables import PageTables
@@ -42,6 +43,7 @@ class HiSparseRuntime:
             None  # of the latest leader: topk, query_start
         )
         self.misses = MissProbe(len(layout.index_groups), layout.max_requests, device)
+        self.recorder: Recorder | None = None  # of selections; set on the rank that records them
         self.num_spilled_pages = 0
         self.num_restored_pages = 0
         self.resolvers: list[GroupResolver] = []
@@ -71,6 +73,11 @@ class HiSparseRuntime:
             self._host_only[slot] = set()
             self._regions.pop(slot, None)
 
+    def unbind(self, slot: int) -> None:
+        """The request of a slot has left it."""
+        if self.recorder is not None:
+            self.recorder.end_request(slot)
+
     def write_regions(self, writes: tuple[RegionWrite, ...]) -> None:
         """Hand out hot regions, resize them or take them away. Rows in surviving slots stay."""
         kept_slots: dict[int, int] = {}  # region -> slots that keep their rows
@@ -95,6 +102,8 @@ class HiSparseRuntime:
         """Request slots of the coming forward's batch rows; an empty list makes every row padding."""
         self.batch = slots
         self.tables.set_batch(slots)
+        if self.recorder is not None:
+            self.recorder.begin_step(slots)
         resident = not any(self._host_only[slot] for slot in slots)
         for group in self.groups:
             for handle in group.handles:

@@ -54,7 +54,7 @@ class HiSparseWorker:
     def _apply(self, message: StepMessage) -> None:
         runtime = self.runtime
         for request_id in message.unbind:
-            del self._slots[request_id]
+            runtime.unbind(self._slots.pop(request_id))
         if message.bind:
             self._slots.update(message.bind)
             runtime.bind(message.bind)
