@@ -28,7 +28,7 @@ from zipfile import is_zipfile
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Trace", "load_trace", "save_trace"]
+__all__ = ["Integers", "Trace", "load_trace", "save_trace"]
 
 Integers = NDArray[np.int32]
 _OPTIONAL = ("host", "group", "request", "scores", "threshold")

@@ -72,6 +72,10 @@ def policy_command(
         raise typer.BadParameter(str(error)) from error
     console = Console()
     for result in results:
+        trace = result.trace
+        shape = f"{trace.num_streams} streams, {trace.num_steps} steps, top-k {trace.top_k}"
+        console.print(f"{result.name}: {shape}", highlight=False, soft_wrap=True)
+        console.print("misses a selected row in %, by rows of the region", highlight=False)
         console.print(_table(result))
     if json_file is not None:
         json_file.write_text(json.dumps(_report(results), indent=1) + "\n")
@@ -116,12 +120,10 @@ def _simulate(path: Path, names: list[str] | None, rows: str, host_only: bool) -
 
 
 def _table(result: Result) -> Table:
-    trace = result.trace
-    title = f"{result.name}: {trace.num_streams} streams, {trace.num_steps} steps, top-k {trace.top_k}"
-    table = Table(title=title, caption="misses a selected row, %")
-    table.add_column("policy")
+    table = Table()
+    table.add_column("policy", no_wrap=True)
     for size in result.rows:
-        table.add_column(f"{size} rows\n({size / trace.top_k:g} k)", justify="right")
+        table.add_column(f"{size / result.trace.top_k:.4g}k\n{size}", justify="right", no_wrap=True)
     for name, figures in result.miss_percent.items():
         table.add_row(name, *(f"{figure:.2f}" for figure in figures))
     return table
