@@ -40,7 +40,6 @@ class LayerHandle:
         self.dtype = dtype
         self.runtime = _LayerRuntime(index == 0, max_num_reqs)
         self.dummy_batch = True  # no metadata: nothing is written
-        self.all_context_pages_resident = True
         self.part = 0
         self.pages: torch.Tensor | None = None  # [device blocks, page_tokens, width], strided
         self.slot_mapping: torch.Tensor | None = None  # int64 [max tokens]: where the step's tokens go
@@ -52,6 +51,12 @@ class LayerHandle:
         self.slot_mapping = slot_mapping
         self.runtime.hot.attention_cache = rows
         self.runtime.hot.block_size = rows.shape[1]
+
+    @property
+    def all_context_pages_resident(self) -> bool:
+        """Whether no request of the batch has a page that only the host has."""
+        resolver = self.group.resolver
+        return resolver is None or resolver.runtime.is_resident
 
     def write_target(self, num_rows: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         """(pages [blocks, page_tokens, width], slots int64 [n], n) for a step's new rows."""

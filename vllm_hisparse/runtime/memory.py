@@ -4,6 +4,8 @@ import torch
 
 from vllm_hisparse.planning.layout import Layout
 
+from .host_memory import host_memory
+
 __all__ = ["LayerTable", "Memory"]
 
 
@@ -31,7 +33,7 @@ class Memory:
         self.layers = LayerTable(layout, device)
         size = layout.device_pool_bytes + layout.device_slack_bytes
         self.device_pool = torch.zeros(size, dtype=torch.uint8, device=device)
-        self.host_pool = torch.zeros(layout.host_pool_bytes, dtype=torch.uint8)
+        self.host_pool = host_memory(layout.host_pool_bytes, pinned=device.type == "cuda").tensor
 
     def group_host_rows(self, group: int) -> torch.Tensor:
         """Host rows of an index group, uint8 [host rows, row bytes of all its layers]."""

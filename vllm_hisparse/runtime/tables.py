@@ -1,12 +1,16 @@
 """The tables that the resolver reads, and the resolver's own state, as tensors on the device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from vllm_hisparse import ops
 from vllm_hisparse.messages import PageWrite, RegionWrite
 from vllm_hisparse.planning.layout import Layout
+
+from .transfer import to_device
 
 __all__ = ["PageTables", "SelectionState"]
 
@@ -38,33 +42,43 @@ class PageTables:
         self.hot_region = full(layout.max_requests)
         self.row_request = full(layout.max_requests)
 
-    def _tensor(self, values: object) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.host.device)
+    def _send(self, values: Sequence[Any]) -> torch.Tensor:
+        return to_device(values, torch.int32, self.host.device)
 
     def clear(self, slots: list[int]) -> None:
         """Empty the rows of request slots that are about to be bound."""
-        self.resident[:, slots] = -1
-        self.host[slots] = -1
-        self.hot_region[slots] = -1
+        for slot in slots:
+            self.resident[:, slot].fill_(-1)
+            self.host[slot].fill_(-1)
+            self.hot_region[slot].fill_(-1)
 
     def write_pages(self, writes: tuple[PageWrite, ...]) -> None:
-        """Apply page deltas; later ones win."""
-        slots = [w.slot for w in writes]
-        pages = [w.page for w in writes]
-        self.resident[:, slots, pages] = self._tensor([w.device_blocks for w in writes]).T
-        self.host[slots, pages] = self._tensor([w.host_block for w in writes])
+        """Apply page deltas; the last one of a page wins."""
+        entries = {(w.slot, w.page): w for w in writes}.values()
+        num_parts, max_requests, max_pages = self.resident.shape
+        plane = max_requests * max_pages
+        at = [w.slot * max_pages + w.page for w in entries]
+        everywhere = [index + part * plane for part in range(num_parts) for index in at]
+        blocks = [w.device_blocks[part] for part in range(num_parts) for w in entries]
+        self._scatter(self.resident, everywhere, blocks)
+        self._scatter(self.host, at, [w.host_block for w in entries])
+
+    def _scatter(self, table: torch.Tensor, index: list[int], values: list[int]) -> None:
+        sent = self._send([index, values])
+        table.view(-1).scatter_(0, sent[0].long(), sent[1])
 
     def write_region(self, write: RegionWrite) -> None:
         """Give a slot its region, or take it away."""
-        self.hot_region[write.slot] = write.region
+        self.hot_region[write.slot].fill_(write.region)
         if write.region >= 0:
-            self.hot_rows[write.region] = write.num_rows
-            self.hot[:, write.region, : len(write.device_blocks[0])] = self._tensor(write.device_blocks)
+            self.hot_rows[write.region].fill_(write.num_rows)
+            num_blocks = len(write.device_blocks[0])
+            self.hot[:, write.region, :num_blocks].copy_(self._send(write.device_blocks))
 
     def set_batch(self, slots: list[int]) -> None:
         """Request slots of this step's batch rows, in batch order."""
-        self.row_request.fill_(-1)
-        self.row_request[: len(slots)] = self._tensor(slots)
+        padding = self.row_request.numel() - len(slots)
+        self.row_request.copy_(self._send([*slots, *[-1] * padding]))
 
 
 @dataclass(frozen=True)
@@ -93,9 +107,7 @@ class SelectionState:
 
     def keep(self, num_slots: dict[int, int]) -> None:
         """Forget what regions hold beyond the slots they keep; `num_slots` 0 for one with a new owner."""
-        ids, kept = torch.tensor(
-            [list(num_slots), list(num_slots.values())], dtype=torch.int32, device=self.clock.device
-        )
+        ids, kept = to_device([list(num_slots), list(num_slots.values())], torch.int32, self.clock.device)
         ops.forget(
             self.slot_of,
             self.position_of,

@@ -1,9 +1,12 @@
 """Where page copies run, and how their end is noticed."""
 
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["CopyQueue", "InlineCopies"]
+import torch
+
+__all__ = ["CopyQueue", "InlineCopies", "StreamCopies"]
 
 
 class CopyQueue(Protocol):
@@ -36,4 +39,35 @@ class InlineCopies:
     def take_completed(self) -> list[int]:
         """Everything submitted since the last call."""
         completed, self._completed = self._completed, []
+        return completed
+
+
+class StreamCopies:
+    """Copies on a side stream of the device, in order, beside the forward: CUDA's queue."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.Stream(device)
+        self._device = device
+        self._pending: deque[tuple[int, torch.Event]] = deque()
+
+    def submit(self, transfer_id: int, copy: Callable[[], None]) -> None:
+        """Enqueue the copies behind what the compute stream has been given so far."""
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            copy()
+            ended = torch.Event(self._device)
+            ended.record(self._stream)
+        self._pending.append((transfer_id, ended))
+
+    def wait(self, transfer_ids: tuple[int, ...]) -> None:
+        """Order the compute stream behind these transfers."""
+        for transfer_id, ended in self._pending:
+            if transfer_id in transfer_ids:
+                torch.accelerator.current_stream(self._device).wait_event(ended)
+
+    def take_completed(self) -> list[int]:
+        """Transfers whose copies have ended; they end in the order they were submitted."""
+        completed = []
+        while self._pending and self._pending[0][1].query():
+            completed.append(self._pending.popleft()[0])
         return completed
