@@ -189,12 +189,13 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         """Pick up the runtime that the allocation of the caches has made."""
         from .runtime.binding import current_runtime
         from .runtime.recorder import Recorder
-        from .worker.copies import InlineCopies
+        from .worker.copies import InlineCopies, StreamCopies
         from .worker.sampler import RankSampler
         from .worker.worker import HiSparseWorker
 
         runtime = current_runtime()
-        self.worker = HiSparseWorker(runtime, InlineCopies())
+        on_cuda = runtime.device.type == "cuda"
+        self.worker = HiSparseWorker(runtime, StreamCopies(runtime.device) if on_cuda else InlineCopies())
         parallel = self._vllm_config.parallel_config
         self._sampler = RankSampler(runtime, parallel.rank)
         if runtime.config.trace_path is not None and parallel.rank == parallel.data_parallel_index == 0:

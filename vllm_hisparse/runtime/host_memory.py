@@ -57,7 +57,7 @@ class HostMemory:
     def __init__(self, num_bytes: int, pinned: bool) -> None:
         if num_bytes > (free := available_bytes()):
             raise ValueError(
-                f"got a host pool of {num_bytes / GIB:.2f} GiB with {free / GIB:.2f} GiB of memory available; "
+                f"got a host pool of {num_bytes / GIB:.2f} GiB and {free / GIB:.2f} GiB of memory; "
                 "need a smaller host_pool_gib or more memory because the pool is never swapped"
             )
         self._map = mmap.mmap(-1, num_bytes)
@@ -94,8 +94,8 @@ class HostMemory:
         error = torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[no-untyped-call]
         if int(error) != 0:
             raise RuntimeError(
-                f"got CUDA error {int(error)} for pinning {size} bytes of the host pool; need a higher limit of "
-                "locked memory (ulimit -l), or a smaller host_pool_gib"
+                f"got CUDA error {int(error)} for pinning {size} bytes of the host pool; need a higher limit "
+                "of locked memory (ulimit -l), or a smaller host_pool_gib"
             )
         return address
 

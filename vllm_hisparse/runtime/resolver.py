@@ -46,7 +46,7 @@ class GroupResolver:
         self, runtime: "HiSparseRuntime", group: int, result: ResultBuffers, device: torch.device
     ) -> None:
         layout = runtime.layout
-        self._runtime = runtime
+        self.runtime = runtime
         self._group = group
         self._layers = [layout.layer_index[name] for name in layout.index_groups[group]]
         self._parts = list(layout.group_parts[group])
@@ -60,7 +60,7 @@ class GroupResolver:
 
     def resolve(self, topk: torch.Tensor, query_start: torch.Tensor) -> None:
         """Resolve int32 [T, K] positions of batch rows `query_start` int32 [R + 1], and fetch what misses."""
-        runtime, tables, result = self._runtime, self._runtime.tables, self._result
+        runtime, tables, result = self.runtime, self.runtime.tables, self._result
         n = topk.shape[0]
         runtime.selection = topk, query_start
         if runtime.recorder is not None:
@@ -116,12 +116,12 @@ class GroupResolver:
         self, layer: int, topk: torch.Tensor, query_start: torch.Tensor, dtype: torch.dtype
     ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
         """See `HiSparseIndexGroup.prefill_chunks`."""
-        for chunk in self._runtime.staging.plan(topk, query_start):
+        for chunk in self.runtime.staging.plan(topk, query_start):
             yield (
                 chunk.first,
                 chunk.end,
                 chunk.rows,
-                self._runtime.staging.gather(self._layers[layer], chunk, dtype),
+                self.runtime.staging.gather(self._layers[layer], chunk, dtype),
             )
 
 

@@ -17,6 +17,7 @@ from .recorder import Recorder
 from .resolver import GroupResolver, ResultBuffers
 from .staging import Staging
 from .tables import PageTables
+from .transfer import to_device
 
 if TYPE_CHECKING:
     from .index_group import HiSparseIndexGroup
@@ -50,6 +51,7 @@ class HiSparseRuntime:
         self.groups: list[HiSparseIndexGroup] = []
         self._result: ResultBuffers | None = None
         self.batch: list[int] = []  # request slot of each batch row
+        self.is_resident = True  # every page of the batch can be read on the device
         self._regions: dict[int, tuple[int, int]] = {}  # request slot -> (region, slots)
         self._host_only: dict[int, set[int]] = {}  # request slot -> pages that only the host has
 
@@ -100,14 +102,12 @@ class HiSparseRuntime:
 
     def set_batch(self, slots: list[int]) -> None:
         """Request slots of the coming forward's batch rows; an empty list makes every row padding."""
-        self.batch = slots
-        self.tables.set_batch(slots)
+        if slots != self.batch:
+            self.batch = slots
+            self.tables.set_batch(slots)
         if self.recorder is not None:
             self.recorder.begin_step(slots)
-        resident = not any(self._host_only[slot] for slot in slots)
-        for group in self.groups:
-            for handle in group.handles:
-                handle.all_context_pages_resident = resident
+        self.is_resident = not any(self._host_only[slot] for slot in slots)
 
     def sample_misses(self) -> dict[int, int]:
         """Rows that the latest sampled step read from the host, by request slot, for slots with a region."""
@@ -135,12 +135,12 @@ class HiSparseRuntime:
 
     def _copy(self, direction: Callable[..., None], copies: tuple[Copy, ...]) -> None:
         layers = self.memory.layers
-        device_blocks = torch.tensor([c.device_blocks for c in copies], dtype=torch.int32, device=self.device)
+        device_blocks = to_device([c.device_blocks for c in copies], torch.int32, self.device)
         direction(
             self.memory.device_pool,
             self.memory.host_pool,
             device_blocks.T.contiguous(),
-            torch.tensor([c.host_block for c in copies], dtype=torch.int32, device=self.device),
+            to_device([c.host_block for c in copies], torch.int32, self.device),
             layers.offset,
             layers.part,
             layers.host_offset,
