@@ -4,7 +4,9 @@ import typer
 
 from vllm_hisparse.cli.bench import bench
 from vllm_hisparse.cli.demo.command import demo
+from vllm_hisparse.cli.plan import plan
 from vllm_hisparse.cli.simulate import app as simulate
+from vllm_hisparse.cli.trace import app as trace
 from vllm_hisparse.cli.version import version
 
 __all__ = ["app"]
@@ -16,6 +18,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(plan)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
 app.command()(version)
 app.add_typer(simulate, name="simulate")
+app.add_typer(trace, name="trace")
