@@ -4,12 +4,15 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from vllm_hisparse.cli.demo import command, sizes
+from vllm_hisparse.cli.demo.engine import find_problem
 from vllm_hisparse.cli.demo.frames import (
     Cell,
     Finished,
@@ -28,6 +31,7 @@ from vllm_hisparse.cli.demo.process import DemoError, EngineProcess
 from vllm_hisparse.cli.demo.progress import Progress
 from vllm_hisparse.cli.demo.summary import first_difference, report
 from vllm_hisparse.cli.demo.view import View
+from vllm_hisparse.cli.main import app
 from vllm_hisparse.scheduler.snapshot import CellKind
 
 OUTPUT = Output((7, 8), (((7, (-0.5).hex()),), ((8, (-0.25).hex()),)))
@@ -214,6 +218,22 @@ def test_a_difference_is_an_exit_code(
     out = capsys.readouterr().out
     assert "outputs identical to full residency: NO" in out
     assert "request A, new token 1: 9 instead of 8" in out
+
+
+def test_the_exit_code_is_the_command_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(monkeypatch, filled(Output((7, 9), OUTPUT.logprobs)))
+    assert CliRunner().invoke(app, ["demo"]).exit_code == command.DIFFERENT
+    run_with(monkeypatch, filled(OUTPUT))
+    assert CliRunner().invoke(app, ["demo"]).exit_code == 0
+
+
+def test_another_build_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_problem() is None
+    platform = SimpleNamespace(is_cpu=lambda: False, device_name="cuda")
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
+    problem = find_problem()
+    assert problem is not None
+    assert "for cuda; need its CPU build because" in problem
 
 
 def test_a_failed_engine_is_an_exit_code_and_names_the_log(

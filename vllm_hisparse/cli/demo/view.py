@@ -52,7 +52,7 @@ class View:
         yield _stages(self._progress)
         yield timeline(self._progress, width)
         if run.latest is None:
-            yield Panel(Text("starting vLLM ...", style="grey62"), border_style="grey37")
+            yield _panel("", Text("starting vLLM ...", style="grey62"))
             return
         yield _pool(run, run.latest, width)
         panels = [_request(run, request, width // 2) for request in run.latest.requests]
@@ -68,7 +68,7 @@ def header(progress: Progress) -> RenderableType:
         f"top-{sizes.INDEX_TOPK}. CPU memory stands for the GPU's."
     )
     body = Text(EXPLANATION + "\n").append(setup, style="grey62")
-    return Panel(body, title="[bold]vllm-hisparse demo", title_align="left", border_style="grey37")
+    return _panel("vllm-hisparse demo", body)
 
 
 def timeline(progress: Progress, width: int) -> RenderableType:
@@ -87,12 +87,7 @@ def timeline(progress: Progress, width: int) -> RenderableType:
     legend = Text()
     for phase in (Phase.DECODING, Phase.PREFILL, Phase.PREEMPTED, Phase.WAITING):
         legend.append(PHASES[phase].column * 2, PHASES[phase].style).append(f" {phase.value}    ", "grey62")
-    return Panel(
-        Group(rows, legend),
-        title=f"who decodes when, {span} engine steps a column",
-        title_align="left",
-        border_style="grey37",
-    )
+    return _panel(f"who decodes when, {span} engine steps a column", rows, legend)
 
 
 def _bar(columns: Iterable[Phase | None]) -> Text:
@@ -129,7 +124,7 @@ def _pool(run: RunProgress, step: Step, width: int) -> RenderableType:
     )
     note = Text(NOTES[run.mode], "grey62") if run.mode in NOTES else _host_line(run, step)
     parts = [_cells(step, width - 4), _legend(run), note]
-    return Panel(Group(*parts), title=title, title_align="left", border_style="grey37")
+    return _panel(title, *parts)
 
 
 def _cells(step: Step, width: int) -> Text:
@@ -173,8 +168,8 @@ def _request(run: RunProgress, request: RequestFrame, width: int) -> RenderableT
     lines = [state, _residency(request), _pages(run, request), *_tokens(request, width - 4)]
     for line in lines:
         line.no_wrap = True
-    title = Text("request ").append_text(_named(request.name))
-    return Panel(Group(*lines), title=title, title_align="left", border_style="grey37", width=width)
+    title = Text("request ", "default").append_text(_named(request.name))
+    return _panel(title, *lines, width=width)
 
 
 def _residency(request: RequestFrame) -> Text:
@@ -210,6 +205,13 @@ def _tokens(request: RequestFrame, width: int) -> list[Text]:
             line = f"{words.pop(0)} {line}"
         lines.insert(0, line)
     return [Text(line or "", "grey70") for line in lines]
+
+
+def _panel(title: str | Text, *parts: RenderableType, width: int | None = None) -> Panel:
+    shown = Text(title, "bold default") if isinstance(title, str) else title
+    return Panel(
+        Group(*parts), title=shown if title else None, title_align="left", border_style="grey37", width=width
+    )
 
 
 def _named(name: str) -> Text:
