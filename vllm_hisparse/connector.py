@@ -1,6 +1,7 @@
 """vLLM's connector interface: dispatch by role and forwarding, nothing else."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -195,8 +196,12 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
 
         runtime = current_runtime()
         on_cuda = runtime.device.type == "cuda"
-        self.worker = HiSparseWorker(runtime, StreamCopies(runtime.device) if on_cuda else InlineCopies())
         parallel = self._vllm_config.parallel_config
+        self.worker = HiSparseWorker(
+            runtime,
+            StreamCopies(runtime.device) if on_cuda else InlineCopies(),
+            has_dummy_steps=parallel.data_parallel_size > 1,
+        )
         self._sampler = RankSampler(runtime, parallel.rank)
         if runtime.config.trace_path is not None and parallel.rank == parallel.data_parallel_index == 0:
             runtime.recorder = Recorder(runtime)
@@ -210,7 +215,9 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         """Apply the step's message before the forward."""
         meta = self._get_connector_metadata()
         assert isinstance(meta, HiSparseMetadata)
-        self._rank.begin_step(meta.payload, kwargs.get("request_ids") or [])
+        request_ids = kwargs.get("request_ids") or []
+        lengths = partial(_context_length, kwargs.get("scheduler_output"), request_ids)
+        self._rank.begin_step(meta.payload, request_ids, lengths)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is loaded layer by layer."""
@@ -233,3 +240,15 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         """This rank's acknowledgement."""
         ack = self._rank.take_acknowledgement()
         return None if ack is None else HiSparseWorkerMetadata(ack)
+
+
+def _context_length(scheduler_output: SchedulerOutput, request_ids: list[str], batch_row: int) -> int:
+    """Tokens of a request's context with this step's.
+
+    Exact for prefills; drafts may make a decode's shorter.
+    """
+    request_id = request_ids[batch_row]
+    cached = scheduler_output.scheduled_cached_reqs
+    known = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    known.update((r.req_id, r.num_computed_tokens) for r in scheduler_output.scheduled_new_reqs)
+    return int(known[request_id] + scheduler_output.num_scheduled_tokens[request_id])

@@ -26,6 +26,7 @@ class Seam:
 
 _PLANNING = {(0, 32): "vllm.v1.core.kv_cache_utils", (0, 33): "vllm.v1.core.kv_cache_planning"}
 _ATTN_UTILS = dict.fromkeys([(0, 32), (0, 33)], "vllm.v1.worker.gpu.attn_utils")
+_SPARSE_MLA = dict.fromkeys([(0, 32), (0, 33)], "vllm.model_executor.layers.attention.sparse_mla_attention")
 _INDEX_GROUP = dict.fromkeys([(0, 32), (0, 33)], "vllm.v1.attention.backends.mla.index_group")
 
 LEDGER = (
@@ -67,6 +68,14 @@ LEDGER = (
         replacement="runtime.binding:init_kv_cache",
         why="allocates both pools and binds the index groups' layers to them",
         drop_when="a connector can allocate KV caches",
+    ),
+    Seam(
+        symbol="build_hisparse_prefill_staging_plan",
+        modules=_SPARSE_MLA,
+        parameters=("block_table", "seq_lens", "block_size", "staging_block_capacity"),
+        replacement="runtime.prefill:staging_plan",
+        why="vLLM's plan is made from the source group's block table, which stays empty with us",
+        drop_when="the index group makes the plan",
     ),
     Seam(
         symbol="HiSparseMLAIndexGroup",

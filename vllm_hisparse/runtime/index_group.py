@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.mla import index_group as upstream
 from .layer import LayerHandle
 
 if TYPE_CHECKING:
+    from .prefill import PrefillGather
     from .resolver import GroupResolver
 
 __all__ = ["HiSparseIndexGroup"]
@@ -86,9 +87,60 @@ class HiSparseIndexGroup(upstream.HiSparseMLAIndexGroup):
         """
         assert self.resolver is not None, "attention before the KV caches were bound"
         if layer_index == 0:
-            self.resolver.resolve(logical_topk_indices, attn_metadata.query_start_loc)
+            query_start = attn_metadata.query_start_loc
+            if (
+                logical_topk_indices.shape[0] < attn_metadata.num_actual_tokens
+            ):  # the decodes of a mixed batch
+                query_start = query_start[: attn_metadata.num_decodes + 1]
+            self.resolver.resolve(logical_topk_indices, query_start)
         rows, counts = self.resolver.result(self.handles[layer_index].part, logical_topk_indices.shape[0])
         return (rows, counts) if return_valid_counts else rows
+
+    def gather_fp8_prefill(
+        self,
+        layer_index: int,
+        source_cache: torch.Tensor,
+        dst: torch.Tensor,
+        block_table: torch.Tensor,
+        workspace_starts: torch.Tensor,
+        batch_size: int,
+        attn_metadata: Any,
+        request_start: int,
+    ) -> torch.Event:
+        """Contexts of `batch_size` prefills from `request_start` on, upconverted into `dst` bf16 [tokens,
+        576].
+        """
+        handle = self.handles[layer_index]
+        assert handle.pages is not None
+        first_row = attn_metadata.num_decodes + request_start
+        return self._prefill.upconvert_fp8(
+            self._layer(layer_index), handle.pages, dst, workspace_starts, first_row, batch_size
+        )
+
+    def stage_prefill_rows(
+        self, layer_index: int, kv_cache: torch.Tensor, attn_metadata: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The prefills' contexts as (cache [pages, page_tokens, width], int32 block table, request of each
+        row).
+        """
+        num_decodes, num_decode_tokens = attn_metadata.num_decodes, attn_metadata.num_decode_tokens
+        cache, table = self._prefill.paged(
+            self._layer(layer_index),
+            num_decodes,
+            attn_metadata.num_reqs - num_decodes,
+            self.handles[layer_index].dtype,
+        )
+        return cache, table, attn_metadata.req_id_per_token[num_decode_tokens:] - num_decodes
+
+    @property
+    def _prefill(self) -> "PrefillGather":
+        assert self.resolver is not None
+        assert self.resolver.runtime.prefill is not None
+        return self.resolver.runtime.prefill
+
+    def _layer(self, layer_index: int) -> int:
+        assert self.resolver is not None
+        return self.resolver.layers[layer_index]
 
     def prefill_chunks(
         self, layer_index: int, topk: torch.Tensor, attn_metadata: Any

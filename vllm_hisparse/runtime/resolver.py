@@ -48,12 +48,12 @@ class GroupResolver:
         layout = runtime.layout
         self.runtime = runtime
         self._group = group
-        self._layers = [layout.layer_index[name] for name in layout.index_groups[group]]
+        self.layers = [layout.layer_index[name] for name in layout.index_groups[group]]
         self._parts = list(layout.group_parts[group])
         self.state = SelectionState.allocate(layout, device)
         self._host_rows = runtime.memory.group_host_rows(group)
-        self._layer_offset = runtime.memory.layers.offset[self._layers].contiguous()  # [layers of the group]
-        self._layer_part = runtime.memory.layers.part[self._layers].contiguous()
+        self._layer_offset = runtime.memory.layers.offset[self.layers].contiguous()  # [layers of the group]
+        self._layer_part = runtime.memory.layers.part[self.layers].contiguous()
         self._result = result
         self._plan_count = runtime.misses.rows[group]
         self._counters = runtime.counters.rows[group]
@@ -121,7 +121,7 @@ class GroupResolver:
                 chunk.first,
                 chunk.end,
                 chunk.rows,
-                self.runtime.staging.gather(self._layers[layer], chunk, dtype),
+                self.runtime.staging.gather(self.layers[layer], chunk, dtype),
             )
 
 

@@ -13,6 +13,7 @@ from vllm_hisparse.planning.layout import Layout
 from .counters import Counters, MissProbe
 from .heat import HeatProbe
 from .memory import Memory
+from .prefill import PrefillGather
 from .recorder import Recorder
 from .resolver import GroupResolver, ResultBuffers
 from .staging import Staging
@@ -38,6 +39,8 @@ class HiSparseRuntime:
         self.memory = Memory(layout, device)
         self.tables = PageTables(layout, device)
         self.staging = Staging(self, device)
+        self.prefill = PrefillGather(self) if device.type == "cuda" else None
+        self.lengths: Callable[[int], int] | None = None  # of the step: batch row -> tokens of context
         self.counters = Counters(len(layout.index_groups), device)
         self.heat = HeatProbe(layout, device)
         self.selection: tuple[torch.Tensor, torch.Tensor] | None = (
@@ -117,7 +120,15 @@ class HiSparseRuntime:
         """Pages that the latest selections touch most, by request slot, hottest first."""
         if self.selection is None or not self.batch:
             return {}
-        return self.heat.sample(*self.selection, self.batch)
+        topk, query_start = self.selection
+        if query_start.numel() <= len(self.batch):
+            return {}  # of a smaller batch: a graph was replayed, which runs no Python
+        return self.heat.sample(topk, query_start, self.batch)
+
+    def context_length(self, batch_row: int) -> int:
+        """Tokens of a prefill's context, this step's included."""
+        assert self.lengths is not None, "no step has begun"
+        return self.lengths(batch_row)
 
     def num_host_only(self, slot: int) -> int:
         """Pages of the request slot that only the host has."""

@@ -37,15 +37,15 @@ class Staging:
     def __init__(self, runtime: "HiSparseRuntime", device: torch.device) -> None:
         layout, config = runtime.layout, runtime.config
         self._runtime = runtime
-        self._num_pages = staging_pages(config, layout.page_bytes, layout.max_pages)
+        self.num_pages = staging_pages(config, layout.page_bytes, layout.max_pages)
         needed = min(config.top_k, layout.max_pages)
-        if self._num_pages < needed:
+        if self.num_pages < needed:
             raise ValueError(
-                f"got prefill_staging_mib={config.prefill_staging_mib}, room for {self._num_pages} pages of "
+                f"got prefill_staging_mib={config.prefill_staging_mib}, room for {self.num_pages} pages of "
                 f"{layout.page_bytes} bytes; need {needed} pages because one query row may select that many"
             )
-        self._area = torch.zeros(
-            (self._num_pages * layout.page_tokens, layout.row_bytes), dtype=torch.uint8, device=device
+        self.area = torch.zeros(
+            (self.num_pages * layout.page_tokens, layout.row_bytes), dtype=torch.uint8, device=device
         )
 
     def plan(self, topk: torch.Tensor, query_start: torch.Tensor) -> Iterator[Chunk]:
@@ -77,7 +77,7 @@ class Staging:
         begin, held = 0, set[int]()
         for row in range(page.shape[0]):
             wanted = set(page[row][staged[row]].tolist())
-            if len(held | wanted) > self._num_pages:
+            if len(held | wanted) > self.num_pages:
                 yield begin, row
                 begin, held = row, set()
             held |= wanted
@@ -85,13 +85,29 @@ class Staging:
 
     def gather(self, layer: int, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
         """Copy the chunk's pages of one layer into the area; returns it as [rows, width] of `dtype`."""
+        self.collect(layer, torch.full_like(chunk.host_blocks, -1), chunk.host_blocks, self.area)
+        return self.area.view(dtype)
+
+    def gather_context(self, layer: int, slot: int, first: int, end: int, area: torch.Tensor) -> None:
+        """Copy pages [first, end) of a request into `area`, from whichever tier each of them is on."""
+        tables = self._runtime.tables
+        resident = tables.resident[self._runtime.layout.layer_part[layer], slot, first:end]
+        self.collect(layer, resident, tables.host[slot, first:end], area)
+
+    def collect(
+        self, layer: int, device_blocks: torch.Tensor, host_blocks: torch.Tensor, area: torch.Tensor
+    ) -> None:
+        """Copy one layer's pages into `area`, uint8 [rows, row_bytes]: from int32 [n] device blocks, or where
+        those
+        are negative from int32 [n] host blocks.
+        """
         layout, memory = self._runtime.layout, self._runtime.memory
         ops.gather_pages(
             memory.device_pool,
             memory.host_pool,
-            self._area,
-            torch.full_like(chunk.host_blocks, -1),
-            chunk.host_blocks,
+            area,
+            device_blocks,
+            host_blocks,
             layer_offset=layout.layer_offset[layer],
             host_offset=layout.host_offset[layer],
             host_row_stride=layout.host_row_stride[layer],
@@ -99,4 +115,3 @@ class Staging:
             block_size=layout.page_tokens,
             block_stride_bytes=layout.block_stride_bytes,
         )
-        return self._area.view(dtype)

@@ -1,5 +1,7 @@
 """The worker side: applies the scheduler's messages to the runtime and counts what it has done."""
 
+from collections.abc import Callable
+
 from vllm_hisparse.messages import Acknowledgement, StepMessage, decode
 from vllm_hisparse.runtime.runtime import HiSparseRuntime
 
@@ -14,32 +16,42 @@ MISS_SAMPLE_STEPS = 16  # regions grow slowly, so a look now and then is enough
 class HiSparseWorker:
     """One rank. Knows requests only by their slots; the scheduler names each once, when it is bound."""
 
-    def __init__(self, runtime: HiSparseRuntime, copies: CopyQueue) -> None:
+    def __init__(self, runtime: HiSparseRuntime, copies: CopyQueue, *, has_dummy_steps: bool) -> None:
+        """`has_dummy_steps`: the engine runs forwards that are no step's (data parallelism)."""
         self.runtime = runtime
         self._copies = copies
+        self._has_dummy_steps = has_dummy_steps
         self._slots: dict[str, int] = {}
         self._enqueued: dict[int, int] = {}
         self._misses: dict[int, int] = {}
         self._heat: dict[int, tuple[int, ...]] = {}
         self._num_steps = 0
 
-    def begin_step(self, payload: bytes, request_ids: list[str]) -> None:
-        """Apply one message, before the forward of the batch `request_ids` (in batch order; empty: no
-        forward).
+    def begin_step(
+        self, payload: bytes, request_ids: list[str], lengths: Callable[[int], int] | None = None
+    ) -> None:
+        """Apply one message, before the forward of the batch `request_ids` (batch order; empty: no forward).
+
+        `lengths`: batch row -> tokens of context, this step's included; asked for prefills only.
         """
+        self.runtime.lengths = lengths
         message = decode(payload)
         if not message.is_empty:
             self._apply(message)
         self.runtime.set_batch([self._slots[r] for r in request_ids])
 
     def end_step(self) -> None:
-        """After the forward and any drafting: runs that are no step's must not touch a request's state."""
+        """After the forward and any drafting.
+
+        A forward that is no step's must not touch a request's state.
+        """
         self._num_steps += 1
         if self._num_steps % MISS_SAMPLE_STEPS == 0:
             self._misses = self.runtime.sample_misses()
         if self._num_steps % HEAT_SAMPLE_STEPS == 0:
             self._heat = self.runtime.sample_heat()
-        self.runtime.set_batch([])
+        if self._has_dummy_steps:
+            self.runtime.set_batch([])
 
     def take_acknowledgement(self) -> Acknowledgement | None:
         """What was enqueued, completed and sampled since the last call; None if nothing."""
