@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
 
 from vllm_hisparse.config import user_error
 
@@ -177,6 +178,7 @@ def make_geometry(shape: Shape, num_parts: int, indexer_pages: int) -> Geometry:
     return geometry
 
 
+@lru_cache(maxsize=64)
 def choose_geometry(shape: Shape, max_indexer_pages: int, bar: float = PADDING_BAR) -> Geometry:
     """Fewest indexer pages, then fewest parts, with the padding of every kind of block within `bar`.
 
