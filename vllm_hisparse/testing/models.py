@@ -16,22 +16,40 @@ from typing import Any, Literal
 
 import torch
 
-HIDDEN = 128
-INTERMEDIATE = 256
-EXPERT_INTERMEDIATE = 64
-NUM_EXPERTS = 32  # whole vectors of router scores: a sigmoid rounds differently in the tail of a vector
-EXPERTS_PER_TOKEN = 2
-HEADS = 4
-Q_RANK = 64
-KV_RANK = 64
-NOPE_DIM = 32
-ROPE_DIM = 16
-VALUE_DIM = 32
-INDEX_HEADS = 4
 INDEX_DIM = 128  # the only one that vLLM's indexer quantises as one group
+EXPERTS_PER_TOKEN = 2
+
 
 ARCHITECTURES = {"glm_moe_dsa": "GlmMoeDsaForCausalLM", "deepseek_v32": "DeepseekV32ForCausalLM"}
 GAINS = {"q_b_proj": 3.0, "wk": 2.0, "weights_proj": 2.0, "gate.weight": 2.0, "o_proj": 2.0, "down_proj": 2.0}
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Sizes of a model's parts, in elements."""
+
+    hidden: int = 128
+    intermediate: int = 256
+    expert_intermediate: int = 64
+    num_experts: int = (
+        32  # whole vectors of router scores: a sigmoid rounds differently in the tail of a vector
+    )
+    heads: int = 4
+    q_rank: int = 64
+    kv_rank: int = 64
+    nope: int = 32
+    rope: int = 16
+    value: int = 32
+    index_heads: int = 4
+    dense_layers: int = 1  # the others route to experts
+
+
+TINY = Widths()
+# Attention and indexer as in GLM-5.2, so that its kernels run; otherwise dense and narrow.
+REAL = Widths(
+    hidden=2048, intermediate=4096, expert_intermediate=512, num_experts=8, heads=64, q_rank=1024, kv_rank=512,
+    nope=128, rope=64, value=128, index_heads=32, dense_layers=1024,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,6 +71,7 @@ class TinyModel:
     max_position_embeddings: int = 4096
     dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
+    widths: Widths = TINY
 
     def __post_init__(self) -> None:
         if not self.index_pattern.startswith("F") or set(self.index_pattern) - {"F", "S"}:
@@ -64,7 +83,8 @@ class TinyModel:
     @property
     def name(self) -> str:
         """Directory name that tells apart any two models."""
-        return "-".join(str(value) for value in asdict(self).values())
+        own = [str(value) for key, value in asdict(self).items() if key != "widths"]
+        return "-".join([*own, *(str(value) for value in asdict(self.widths).values())])
 
 
 SEPARATE = TinyModel()
@@ -88,19 +108,20 @@ def make_model(root: Path, model: TinyModel = SEPARATE) -> Path:
 
 def config(model: TinyModel) -> dict[str, Any]:
     """Content of config.json."""
+    widths = model.widths
     result: dict[str, Any] = {
         "model_type": model.architecture,
         "architectures": [ARCHITECTURES[model.architecture]],
         "dtype": model.dtype,
         "vocab_size": model.vocab_size,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "moe_intermediate_size": EXPERT_INTERMEDIATE,
+        "hidden_size": widths.hidden,
+        "intermediate_size": widths.intermediate,
+        "moe_intermediate_size": widths.expert_intermediate,
         "num_hidden_layers": len(model.index_pattern),
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
+        "num_attention_heads": widths.heads,
+        "num_key_value_heads": widths.heads,
         "n_shared_experts": 1,
-        "n_routed_experts": NUM_EXPERTS,
+        "n_routed_experts": widths.num_experts,
         "num_experts_per_tok": EXPERTS_PER_TOKEN,
         "n_group": 1,
         "topk_group": 1,
@@ -108,16 +129,16 @@ def config(model: TinyModel) -> dict[str, Any]:
         "scoring_func": "sigmoid",
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 1,
+        "first_k_dense_replace": min(widths.dense_layers, len(model.index_pattern)),
         "moe_layer_freq": 1,
-        "q_lora_rank": Q_RANK,
-        "kv_lora_rank": KV_RANK,
-        "qk_nope_head_dim": NOPE_DIM,
-        "qk_rope_head_dim": ROPE_DIM,
-        "v_head_dim": VALUE_DIM,
+        "q_lora_rank": widths.q_rank,
+        "kv_lora_rank": widths.kv_rank,
+        "qk_nope_head_dim": widths.nope,
+        "qk_rope_head_dim": widths.rope,
+        "v_head_dim": widths.value,
         "index_topk": model.index_topk,
         "index_head_dim": INDEX_DIM,
-        "index_n_heads": INDEX_HEADS,
+        "index_n_heads": widths.index_heads,
         "index_topk_pattern": model.index_pattern,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
@@ -155,48 +176,54 @@ def _spread(name: str, shape: tuple[int, ...]) -> float:
 
 
 def _shapes(model: TinyModel) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "model.embed_tokens.weight", (model.vocab_size, HIDDEN)
+    widths = model.widths
+    yield "model.embed_tokens.weight", (model.vocab_size, widths.hidden)
     for layer, letter in enumerate(model.index_pattern):
         prefix = f"model.layers.{layer}."
-        yield prefix + "input_layernorm.weight", (HIDDEN,)
-        yield prefix + "post_attention_layernorm.weight", (HIDDEN,)
-        yield from ((f"{prefix}self_attn.{name}", shape) for name, shape in _attention_shapes(letter == "F"))
-        yield from ((f"{prefix}mlp.{name}", shape) for name, shape in _mlp_shapes(dense=layer == 0))
-    yield "model.norm.weight", (HIDDEN,)
-    yield "lm_head.weight", (model.vocab_size, HIDDEN)
+        yield prefix + "input_layernorm.weight", (widths.hidden,)
+        yield prefix + "post_attention_layernorm.weight", (widths.hidden,)
+        yield from (
+            (f"{prefix}self_attn.{name}", shape) for name, shape in _attention_shapes(widths, letter == "F")
+        )
+        yield from (
+            (f"{prefix}mlp.{name}", shape)
+            for name, shape in _mlp_shapes(widths, dense=layer < widths.dense_layers)
+        )
+    yield "model.norm.weight", (widths.hidden,)
+    yield "lm_head.weight", (model.vocab_size, widths.hidden)
 
 
-def _attention_shapes(has_indexer: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "q_a_proj.weight", (Q_RANK, HIDDEN)
-    yield "q_a_layernorm.weight", (Q_RANK,)
-    yield "q_b_proj.weight", (HEADS * (NOPE_DIM + ROPE_DIM), Q_RANK)
-    yield "kv_a_proj_with_mqa.weight", (KV_RANK + ROPE_DIM, HIDDEN)
-    yield "kv_a_layernorm.weight", (KV_RANK,)
-    yield "kv_b_proj.weight", (HEADS * (NOPE_DIM + VALUE_DIM), KV_RANK)
-    yield "o_proj.weight", (HIDDEN, HEADS * VALUE_DIM)
+def _attention_shapes(widths: Widths, has_indexer: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "q_a_proj.weight", (widths.q_rank, widths.hidden)
+    yield "q_a_layernorm.weight", (widths.q_rank,)
+    yield "q_b_proj.weight", (widths.heads * (widths.nope + widths.rope), widths.q_rank)
+    yield "kv_a_proj_with_mqa.weight", (widths.kv_rank + widths.rope, widths.hidden)
+    yield "kv_a_layernorm.weight", (widths.kv_rank,)
+    yield "kv_b_proj.weight", (widths.heads * (widths.nope + widths.value), widths.kv_rank)
+    yield "o_proj.weight", (widths.hidden, widths.heads * widths.value)
     if has_indexer:
-        yield "indexer.wq_b.weight", (INDEX_HEADS * INDEX_DIM, Q_RANK)
-        yield "indexer.wk.weight", (INDEX_DIM, HIDDEN)
+        yield "indexer.wq_b.weight", (widths.index_heads * INDEX_DIM, widths.q_rank)
+        yield "indexer.wk.weight", (INDEX_DIM, widths.hidden)
         yield "indexer.k_norm.weight", (INDEX_DIM,)
         yield "indexer.k_norm.bias", (INDEX_DIM,)
-        yield "indexer.weights_proj.weight", (INDEX_HEADS, HIDDEN)
+        yield "indexer.weights_proj.weight", (widths.index_heads, widths.hidden)
 
 
-def _mlp_shapes(dense: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _mlp_shapes(widths: Widths, dense: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     if dense:
-        yield from _gated_shapes("", INTERMEDIATE)
+        yield from _gated_shapes(widths, "", widths.intermediate)
         return
-    yield "gate.weight", (NUM_EXPERTS, HIDDEN)
-    yield "gate.e_score_correction_bias", (NUM_EXPERTS,)
-    yield from _gated_shapes("shared_experts.", EXPERT_INTERMEDIATE)
-    for expert in range(NUM_EXPERTS):
-        yield from _gated_shapes(f"experts.{expert}.", EXPERT_INTERMEDIATE)
+    yield "gate.weight", (widths.num_experts, widths.hidden)
+    yield "gate.e_score_correction_bias", (widths.num_experts,)
+    yield from _gated_shapes(widths, "shared_experts.", widths.expert_intermediate)
+    for expert in range(widths.num_experts):
+        yield from _gated_shapes(widths, f"experts.{expert}.", widths.expert_intermediate)
 
 
-def _gated_shapes(prefix: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield prefix + "gate_proj.weight", (width, HIDDEN)
-    yield prefix + "up_proj.weight", (width, HIDDEN)
-    yield prefix + "down_proj.weight", (HIDDEN, width)
+def _gated_shapes(widths: Widths, prefix: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield prefix + "gate_proj.weight", (width, widths.hidden)
+    yield prefix + "up_proj.weight", (width, widths.hidden)
+    yield prefix + "down_proj.weight", (widths.hidden, width)
 
 
 def _save_tokenizer(model: TinyModel, path: Path) -> None:
