@@ -41,15 +41,25 @@ class Widths:
     rope: int = 16
     value: int = 32
     index_heads: int = 4
-    dense_layers: int = 1  # the others route to experts
+    dense_layers: int = 1  # the rest routes to experts
 
 
 TINY = Widths()
 # Attention and indexer as in GLM-5.2, so that its kernels run; otherwise dense and narrow.
 REAL = Widths(
-    hidden=2048, intermediate=4096, expert_intermediate=512, num_experts=8, heads=64, q_rank=1024, kv_rank=512,
-    nope=128, rope=64, value=128, index_heads=32, dense_layers=1024,
-)  # fmt: skip
+    hidden=2048,
+    intermediate=4096,
+    expert_intermediate=512,
+    num_experts=8,
+    heads=64,
+    q_rank=1024,
+    kv_rank=512,
+    nope=128,
+    rope=64,
+    value=128,
+    index_heads=32,
+    dense_layers=1024,
+)
 
 
 @dataclass(frozen=True)
