@@ -9,7 +9,8 @@ import typer
 
 __all__ = ["Curve", "Panel", "draw"]
 
-PANEL_INCHES = (5.0, 4.2)
+PANEL_INCHES = (4.5, 4.2)
+LEGEND_COLUMNS = 5
 # What the engine does stands out; bounds are dashed.
 EMPHASISED = ("lru", "lrfu-kernel")
 BOUNDS = ("keep-current", "belady")
@@ -41,7 +42,7 @@ def draw(panels: list[Panel], path: Path, log: bool) -> None:
         from matplotlib import pyplot
     except ImportError:
         raise typer.BadParameter(
-            "got no matplotlib; need it because --plot draws with it: pip install matplotlib"
+            "got no matplotlib; need it because --plot draws with it: pip install 'vllm-hisparse[plot]'"
         ) from None
     # Text as text, and the same file from the same figures.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hisparse", "font.size": 9}):
@@ -52,7 +53,8 @@ def draw(panels: list[Panel], path: Path, log: bool) -> None:
         for axis, panel in zip(axes[0], panels, strict=True):
             _draw_panel(axis, panel, log)
         axes[0][0].set_ylabel("misses a selected row, %")
-        axes[0][-1].legend(fontsize=7, loc="upper right", ncols=2)
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=LEGEND_COLUMNS)
         try:
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
         except ValueError as error:
@@ -77,9 +79,13 @@ def _draw_panel(axis: object, panel: Panel, log: bool) -> None:
         )
     axis.set_title(panel.title)
     axis.set_xlabel("rows of the hot region / top-k")
-    axis.set_xticks(panel.multiples, [f"{multiple:g}" for multiple in panel.multiples])
+    axis.set_xscale("log")
+    axis.set_xticks(panel.multiples, [f"{multiple:.4g}" for multiple in panel.multiples])
+    axis.set_xticks([], minor=True)
     axis.grid(alpha=0.3)
     if log:
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
     else:
         axis.set_ylim(bottom=0)
