@@ -52,12 +52,13 @@ def demo_model() -> "TinyModel":
 
 def plan_pools() -> Pools:
     """Pools of equal bytes for plain vLLM and HiSparse, and one that holds everything for the reference."""
-    from vllm_hisparse.testing.models import KV_RANK, ROPE_DIM
+    from vllm_hisparse.testing.models import config
 
+    model = config(demo_model())
     shape = Shape(
         num_layers=len(INDEX_PATTERN),
         num_indexer_layers=INDEX_PATTERN.count("F"),
-        row_bytes=(KV_RANK + ROPE_DIM) * 4,  # fp32
+        row_bytes=(model["kv_lora_rank"] + model["qk_rope_head_dim"]) * 4,  # fp32
         indexer_row_bytes=KEY_BYTES,
         page_tokens=PAGE_TOKENS,
     )
