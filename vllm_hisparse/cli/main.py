@@ -4,6 +4,7 @@ import typer
 
 from vllm_hisparse.cli.bench import bench
 from vllm_hisparse.cli.demo.command import demo
+from vllm_hisparse.cli.doctor.command import doctor
 from vllm_hisparse.cli.plan import plan
 from vllm_hisparse.cli.simulate import app as simulate
 from vllm_hisparse.cli.trace import app as trace
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(plan)
+app.command()(doctor)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
 app.command()(version)
 app.add_typer(simulate, name="simulate")
