@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from vllm_hisparse.messages import Acknowledgement
+from vllm_hisparse.messages import Acknowledgement, Copy
 
 from .records import Record
 from .regions import Cut
@@ -32,6 +32,11 @@ class PageCopy:
     device_blocks: tuple[KVCacheBlock, ...]  # one a part
     host_block: KVCacheBlock
 
+    @property
+    def message(self) -> Copy:
+        """What the workers need of it."""
+        return Copy(tuple(b.block_id for b in self.device_blocks), self.host_block.block_id)
+
 
 @dataclass
 class Transfer:
@@ -42,7 +47,7 @@ class Transfer:
     spills: list[PageCopy] = field(default_factory=list)
     restores: list[PageCopy] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
-    started: float = field(default_factory=time.monotonic)
+    submitted: float = 0.0  # time.monotonic() at which it went out
     num_enqueued: int = 0  # ranks
     num_completed: int = 0  # ranks
 
@@ -78,6 +83,7 @@ class TransferLedger:
         """The transfer goes out with this step's message."""
         assert transfer.transfer_id == self._next_id and not transfer.is_empty
         self._next_id += 1
+        transfer.submitted = time.monotonic()
         self._pending[transfer.transfer_id] = transfer
 
     def acknowledge(self, ack: Acknowledgement) -> tuple[list[Transfer], list[Transfer]]:
@@ -94,7 +100,7 @@ class TransferLedger:
         ]
         for transfer in completed:
             del self._pending[transfer.transfer_id]
-            seconds = time.monotonic() - transfer.started
+            seconds = time.monotonic() - transfer.submitted
             for key, copies in (("spill_seconds", transfer.spills), ("restore_seconds", transfer.restores)):
                 if copies:
                     self._latencies[key].append(seconds)
