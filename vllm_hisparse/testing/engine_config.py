@@ -52,6 +52,7 @@ class EngineOptions:
     max_model_len: int = 96
     top_k: int = 4
     hot_rows: int = 8  # of a region when it is granted
+    max_hot_rows: int = 8  # that a region may grow to
     low: float = 0.2
     high: float = 0.5
     prefix_caching: bool = True
@@ -126,6 +127,7 @@ def make_vllm_config(options: EngineOptions, directory: Path) -> Any:
             "host_pool_gib": (options.num_host_blocks + 0.5) * _host_block_bytes(options) / GIB,
             "low_watermark": options.low,
             "high_watermark": options.high,
+            "max_hot_rows": options.max_hot_rows,
         },
     )
     return engine

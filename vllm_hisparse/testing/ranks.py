@@ -82,6 +82,7 @@ class Rank:
         while self.copying and any(t.transfer_id in message.wait for t in self.copying):
             self._run_oldest()
         for region in message.regions:
+            _check_survivors(self.regions.get(region.slot), region)
             self.regions[region.slot] = region
         for write in message.pages:
             self.pages[write.slot][write.page] = write
@@ -93,11 +94,11 @@ class Rank:
         for _ in range(min(num_transfers, len(self.copying))):
             self._run_oldest()
 
-    def take_acknowledgement(self) -> Acknowledgement | None:
-        """What was enqueued and completed since the last call."""
+    def take_acknowledgement(self, misses: dict[int, int]) -> Acknowledgement | None:
+        """What was enqueued and completed since the last call, with the step's `misses` by slot."""
         enqueued, self.enqueued = self.enqueued, {}
         completed, self.completed = self.completed, {}
-        return Acknowledgement(enqueued, completed) if enqueued or completed else None
+        return Acknowledgement(enqueued, completed, misses) if enqueued or completed or misses else None
 
     def _submit(self, message: StepMessage) -> None:
         transfer = _Transfer(message.transfer_id)
@@ -190,3 +191,12 @@ class Rank:
         expected = tuple(span.digests[page * tokens : (page + 1) * tokens])
         assert found.kind == kind, (where, f"holds {found.kind}, not {kind}")
         assert found.rows[: len(expected)] == expected, (where, found, expected)
+
+
+def _check_survivors(old: RegionWrite | None, new: RegionWrite) -> None:
+    """A region that grows or shrinks keeps the blocks of the slots that survive."""
+    if old is None or old.region != new.region:
+        return
+    for before, after in zip(old.device_blocks, new.device_blocks, strict=True):
+        length = min(len(before), len(after))
+        assert before[:length] == after[:length], (old, new)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +19,14 @@ from vllm_hisparse.scheduler.coordinator import HiSparseCoordinator
 from vllm_hisparse.scheduler.integrity import check
 
 from .engine_config import EngineOptions, make_kv_cache_config, make_vllm_config
+from .model_runner import VOCABULARY, WorkerRequest, sample, verify
 from .ranks import CopyTiming, Rank, Span
 from .state import full_state
 
 __all__ = ["ALL", "SchedulerRig", "build_scheduler"]
 
 ALL = 1 << 30  # every transfer
-VOCABULARY = 40
 INDEXER_GROUP = 1
-
-
-@dataclass
-class _WorkerRequest:
-    """What the model runner knows of a request."""
-
-    tokens: list[int]
-    num_computed: int
-    indexer_blocks: list[int]
-    digests: list[int] = field(default_factory=list)
-
-    def context(self, drafts: Sequence[int], end: int) -> list[int]:
-        """Digests of the first `end` tokens, `drafts` following the known ones."""
-        del self.digests[len(self.tokens) :]
-        _extend(self.digests, self.tokens)
-        return _extend(list(self.digests), [*self.tokens, *drafts])[:end]
-
-
-def _extend(digests: list[int], tokens: Sequence[int]) -> list[int]:
-    for position in range(len(digests), len(tokens)):
-        digests.append(hash((digests[-1] if digests else 0, position, tokens[position])) or 1)
-    return digests
-
-
-def _sample(digest: int) -> int:
-    return digest // 7 % VOCABULARY
 
 
 class SchedulerRig:
@@ -78,11 +51,13 @@ class SchedulerRig:
             Rank(options.page_tokens, options.num_parts, indexer_tokens, timing)
             for _ in range(options.num_ranks)
         ]
-        self.requests: dict[str, _WorkerRequest] = {}
+        self.requests: dict[str, WorkerRequest] = {}
         self.in_flight: deque[tuple[Any, Any]] = deque()
         self.messages: list[StepMessage] = []
         self.outputs: dict[str, list[int]] = {}
         self.num_refused = 0
+        self.num_resets = 0
+        self.num_misses = 0  # that every scheduled request reports of its selections
         self.watch_refusals = False
         self._random = random.Random(seed)
         self._allocate = self.scheduler.kv_cache_manager.allocate_slots
@@ -119,8 +94,12 @@ class SchedulerRig:
         self.check()
 
     def reset(self, running: bool = True) -> bool:
-        """Forget every prefix, preempting what runs if `running`."""
+        """New weights: forget every prefix, preempting what runs if `running`.
+
+        From then on content of the old weights is wrong.
+        """
         done = bool(self.scheduler.reset_prefix_cache(reset_running_requests=running))
+        self.num_resets += done
         self.check()
         return done
 
@@ -152,7 +131,8 @@ class SchedulerRig:
             rank.apply(message)
             rank.forward(spans)
             rank.complete(count)
-            if (ack := rank.take_acknowledgement()) is not None:
+            misses = {rank.slots[span.request_id]: self.num_misses for span in spans if self.num_misses}
+            if (ack := rank.take_acknowledgement(misses)) is not None:
                 acks.append(ack)
         self.in_flight.append((output, self._result(sampled, acks)))
         return message
@@ -200,7 +180,7 @@ class SchedulerRig:
             assert end <= len(request.tokens) + len(drafts), (request_id, end)
             digests = request.context(drafts, end)
             spans.append(Span(request_id, digests, start, list(request.indexer_blocks)))
-            sampled[request_id] = _verify(digests, len(request.tokens), drafts)
+            sampled[request_id] = verify(digests, len(request.tokens), drafts)
             request.num_computed = end
             if new := sampled[request_id]:
                 request.tokens += new
@@ -209,8 +189,11 @@ class SchedulerRig:
 
     def _update_requests(self, output: Any) -> None:
         for new in output.scheduled_new_reqs:
-            self.requests[new.req_id] = _WorkerRequest(
-                list(new.prefill_token_ids), new.num_computed_tokens, list(new.block_ids[INDEXER_GROUP])
+            self.requests[new.req_id] = WorkerRequest(
+                list(new.prefill_token_ids),
+                new.num_computed_tokens,
+                list(new.block_ids[INDEXER_GROUP]),
+                self.num_resets,
             )
         cached = output.scheduled_cached_reqs
         assert not cached.resumed_req_ids, "Model Runner V2 sees resumed requests as new ones"
@@ -223,14 +206,14 @@ class SchedulerRig:
             if blocks is not None:
                 request.indexer_blocks += blocks[INDEXER_GROUP]
 
-    def _drafts(self, request: _WorkerRequest, num_drafts: int) -> list[int]:
+    def _drafts(self, request: WorkerRequest, num_drafts: int) -> list[int]:
         """As many drafts, each right three times out of four."""
-        digests = _extend(request.digests, request.tokens)[:]
+        digests = request.context([], len(request.tokens))
         drafts: list[int] = []
         for _ in range(num_drafts):
-            right = _sample(digests[-1])
+            right = sample(digests[-1])
             drafts.append(right if self._random.random() < 0.75 else (right + 1) % VOCABULARY)
-            _extend(digests, [*request.tokens, *drafts])
+            digests = request.extended(digests, [*request.tokens, *drafts])
         return drafts
 
     def _propose(self, request_ids: list[str]) -> None:
@@ -263,18 +246,6 @@ class SchedulerRig:
                 "a refused allocation changed state"
             )
         return blocks
-
-
-def _verify(digests: list[int], num_known: int, drafts: list[int]) -> list[int]:
-    """Tokens that a step samples: the accepted drafts and one more; none in the middle of a prompt."""
-    if len(digests) < num_known:
-        return []
-    tokens = [_sample(digests[num_known - 1])]
-    for index, draft in enumerate(drafts):
-        if draft != tokens[-1]:
-            break
-        tokens.append(_sample(digests[num_known + index]))
-    return tokens
 
 
 def build_scheduler(config: Any, kv_cache_config: Any) -> tuple[Any, Any]:
