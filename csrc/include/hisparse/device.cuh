@@ -1,0 +1,81 @@
+// Small device helpers shared by the kernels: programmatic dependent launch, host-memory loads, warp and block scans.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace hisparse::cuda {
+
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Waits until the kernels this launch depends on have completed and their writes are visible. Every kernel of this
+// library calls it before its first read, so that a chain of dependent launches stays ordered transitively.
+__device__ __forceinline__ void wait_for_dependencies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets a dependent launch become resident while this kernel still runs; it waits in `wait_for_dependencies`.
+__device__ __forceinline__ void release_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// A 16-byte load of data that this kernel never writes and reads once.
+__device__ __forceinline__ uint4 load_once(const void* address) {
+  uint4 value;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(address));
+  return value;
+}
+
+__device__ __forceinline__ unsigned lanes_below(int lane) { return (1u << lane) - 1u; }
+
+// Exclusive prefix over the warp of a value in [0, kMax], and the warp's total. One ballot a bit instead of a shuffle
+// tree: a count per lane has few bits.
+template <int kMax>
+__device__ __forceinline__ int small_prefix(int value, int lane, int& total) {
+  int before = 0;
+  total = 0;
+#pragma unroll
+  for (int bit = 0; (1 << bit) <= kMax; ++bit) {
+    const unsigned votes = __ballot_sync(kAllLanes, (value >> bit) & 1);
+    before += __popc(votes & lanes_below(lane)) << bit;
+    total += __popc(votes) << bit;
+  }
+  return before;
+}
+
+// Inclusive prefix sum over the warp.
+__device__ __forceinline__ int inclusive_prefix(int value, int lane) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance <<= 1) {
+    const int other = __shfl_up_sync(kAllLanes, value, distance);
+    if (lane >= distance) value += other;
+  }
+  return value;
+}
+
+// Quotient of a number in [0, 2^31) without a division or a branch: one multiplication by a rounded-up reciprocal.
+struct Divider {
+  uint32_t reciprocal;  // ceil(2^shift / divisor)
+  int32_t shift;        // 31 + ceil(log2(divisor))
+  int32_t divisor;
+
+  __host__ static Divider of(int32_t divisor) {
+    int32_t bits = 0;
+    while ((int64_t{1} << bits) < divisor) ++bits;
+    const uint64_t power = uint64_t{1} << (31 + bits);
+    return {static_cast<uint32_t>((power + divisor - 1) / divisor), 31 + bits, divisor};
+  }
+  __device__ __forceinline__ int32_t quotient(int32_t value) const {
+    return static_cast<int32_t>((static_cast<uint64_t>(static_cast<uint32_t>(value)) * reciprocal) >> shift);
+  }
+  __device__ __forceinline__ int32_t remainder(int32_t value) const { return value - quotient(value) * divisor; }
+};
+
+}  // namespace hisparse::cuda
