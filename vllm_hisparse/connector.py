@@ -120,6 +120,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         from .planning.report import startup_lines
         from .scheduler.coordinator import HiSparseCoordinator
         from .scheduler.sampler import SchedulerSampler
+        from .scheduler.steady import SteadySlots
 
         config = self._vllm_config
         self.coordinator = HiSparseCoordinator(
@@ -130,6 +131,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             num_reprefillable=kv_cache_manager.coordinator.num_reprefillable_tokens,
             max_step_tokens=config.scheduler_config.max_num_batched_tokens,
         )
+        kv_cache_manager.allocate_slots = SteadySlots(kv_cache_manager, self.coordinator).allocate
         self._sampler = SchedulerSampler(self.coordinator)
         for line in startup_lines(config, self.coordinator.layout):
             logger.info("HiSparse: %s", line)

@@ -15,7 +15,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
 from vllm_hisparse.config import HiSparseConfig
-from vllm_hisparse.messages import Acknowledgement, Binding, Copy, RegionWrite, StepMessage
+from vllm_hisparse.messages import Acknowledgement, Binding, RegionWrite, StepMessage
 from vllm_hisparse.planning.layout import Layout
 
 from .admission import NO_HIT, Admission
@@ -27,7 +27,7 @@ from .pressure import Pressure
 from .records import Record
 from .regions import RegionLeases
 from .residency import PageState, PageTable
-from .transfers import PageCopy, Transfer, TransferLedger
+from .transfers import Transfer, TransferLedger
 
 __all__ = ["HiSparseCoordinator"]
 
@@ -173,8 +173,8 @@ class HiSparseCoordinator:
             regions=tuple(regions.values()),
             pages=tuple(pages),
             transfer_id=-1 if transfer is None else transfer.transfer_id,
-            spill=() if transfer is None else _copies(transfer.spills),
-            restore=() if transfer is None else _copies(transfer.restores),
+            spill=() if transfer is None else tuple(copy.message for copy in transfer.spills),
+            restore=() if transfer is None else tuple(copy.message for copy in transfer.restores),
         )
 
     def acknowledge(self, ack: Acknowledgement) -> None:
@@ -182,12 +182,14 @@ class HiSparseCoordinator:
         for slot, misses in ack.misses.items():
             if (record := self._by_slot.get(slot)) is not None:
                 record.num_misses = misses
+                self.pressure.regions.has_misses = True
         enqueued, completed = self.ledger.acknowledge(ack)
         for transfer in enqueued:
             self.leases.enqueued(transfer)
             self._release_cuts(transfer)
         for transfer in completed:
             self.leases.completed(transfer)
+        self.pressure.note_copies(enqueued, completed)
         if enqueued:
             self.pressure.relieve()
 
@@ -297,7 +299,3 @@ class HiSparseCoordinator:
     def check_integrity(self, **retained: Any) -> None:
         """See `integrity.check`."""
         check(self, **retained)
-
-
-def _copies(copies: list[PageCopy]) -> tuple[Copy, ...]:
-    return tuple(Copy(tuple(b.block_id for b in c.device_blocks), c.host_block.block_id) for c in copies)

@@ -16,12 +16,14 @@ than the region takes. Requests that already have a region go first, then those 
 request the tail goes first.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .admission import Hit
+from .elastic import RegionSizes
 from .records import Record
 from .residency import UNPINNABLE, PageState
+from .transfers import Transfer
 
 if TYPE_CHECKING:
     from .coordinator import HiSparseCoordinator
@@ -30,8 +32,6 @@ __all__ = ["MAX_RESTORED_PAGES", "MAX_SPILLED_PAGES", "Pressure"]
 
 MAX_SPILLED_PAGES = 256  # a step: the pages that one 16K-token prefill step seals
 MAX_RESTORED_PAGES = 64  # a step: restores share the link with misses, which decode waits for
-MAX_GROWN_BLOCKS = 16  # a step and part: growing is never urgent
-MIN_MISS_SHARE = 0.01  # of the selected rows; a region that misses less is large enough
 
 
 class Pressure:
@@ -44,12 +44,13 @@ class Pressure:
         config = coordinator.config
         self.low = config.low_blocks(coordinator.pool.num_gpu_blocks)
         self.high = config.high_blocks(coordinator.pool.num_gpu_blocks)
-        num_groups = len(coordinator.layout.index_groups)
-        self._min_misses = MIN_MISS_SHARE * config.top_k * num_groups
+        self.regions = RegionSizes(coordinator)
         self._copy_below = self.high if config.eager_host_mirror else self.low
         self._unsealed: dict[Record, None] = {}  # may have pages to materialise
         self._fresh: set[Record] = set()  # started on a prefix hit in this step
-        self._with_region: dict[Record, None] = {}
+        self._clean: dict[Record, None] = {}  # may have pages whose lease can go back
+        self._is_exhausted = False  # nothing can be reclaimed until `_clean` or who holds what has changed
+        self._restorable_at = 0  # fewer free blocks than this restore nobody; 0: to be found out
         self._is_short = False  # a running request could not be given blocks in this step
         self.num_crossings = {"below_low": 0, "between": 0, "above_high": 0}  # since start, by level entered
         self._level = "above_high"
@@ -63,26 +64,48 @@ class Pressure:
     def note_adoption(self, record: Record) -> None:
         """The request starts on a prefix hit. The step that hits a page may be the one that writes it."""
         self._fresh.add(record)
+        self.note_clean(record)
+
+    def note_clean(self, record: Record) -> None:
+        """The request may have pages whose host copy exists or is on its stream."""
+        self._clean[record] = None
+        self._is_exhausted = False
+
+    def note_completion(self) -> None:
+        """Copies have ended, or regions and their ids have gone back."""
+        self._is_exhausted = False
+        self._restorable_at = 0
+
+    def note_copies(self, enqueued: Sequence[Transfer], completed: Sequence[Transfer]) -> None:
+        """Every rank has the former on its stream and has seen the latter end."""
+        if not enqueued and not completed:
+            return
+        self.note_completion()
+        spills = [copy for transfer in enqueued for copy in transfer.spills]
+        restores = [copy for transfer in completed for copy in transfer.restores]
+        for copy in (*spills, *restores):
+            if copy.record.alive:
+                self.note_clean(copy.record)
 
     def note_shortage(self) -> bool:
         """A running request cannot be given blocks. Returns whether this step's message can change that."""
         gaining = [r for r in self._coordinator.records.values() if self._gains_by_copying(r)]
         self._unsealed.update(dict.fromkeys(gaining))  # their last page may be sealed without having grown
-        excess = [
-            r.region for r in self._holders() if r.region and self._coordinator.regions.excess(r.region)
-        ]
-        self._is_short = bool(gaining or excess)
+        self._is_short = bool(gaining) or self._coordinator.regions.num_excess_blocks > 0
         return self._is_short
 
     def note_region(self, record: Record) -> None:
         """The request got a hot region."""
-        self._with_region[record] = None
+        self.regions.held[record] = None
+        self.note_completion()
 
     def forget(self, record: Record) -> None:
         """The request is gone."""
         self._unsealed.pop(record, None)
         self._fresh.discard(record)
-        self._with_region.pop(record, None)
+        self.regions.held.pop(record, None)
+        self._clean.pop(record, None)
+        self.note_completion()
 
     # ---- reclaiming
 
@@ -94,7 +117,7 @@ class Pressure:
         regions = self._coordinator.regions
         total = 0
         free_ids = regions.num_free_ids - (hit.num_host_only > 0)
-        for record in self._victims():
+        for record in () if self._is_exhausted else self._victims():
             if total >= missing:
                 return total
             cost = self._region_cost(record)
@@ -114,7 +137,7 @@ class Pressure:
         `newcomer`, for whom room is made, gives up its prefix hit only after all others; if it needs a
         region, one is kept for it.
         """
-        if self._pool.get_num_free_blocks() >= num_free:
+        if self._is_exhausted or self._pool.get_num_free_blocks() >= num_free:
             return
         kept_ids = newcomer is not None and newcomer.region is None and newcomer.needs_region
         victims = [r for r in self._victims() if r is not newcomer]
@@ -131,16 +154,19 @@ class Pressure:
                 self._coordinator.leases.unpin(record, page)
             if cost:
                 self._coordinator.grant_region(record)
+        self._is_exhausted = newcomer is None and self._pool.get_num_free_blocks() < num_free
 
     def relieve(self) -> None:
         """Return leases until the low watermark is reached again."""
         self.reclaim(self.low)
 
     def _victims(self) -> Iterator[Record]:
-        records = self._coordinator.records.values()
-        candidates = [r for r in records if r.pages.num_unpinnable]
-        candidates.sort(key=lambda r: (r.region is None, -r.pages.num_unpinnable))
-        yield from candidates
+        candidates = [(r.region is None, -r.pages.num_unpinnable, n, r) for n, r in enumerate(self._clean)]
+        for _, negative, _, record in sorted(candidates):
+            if negative:
+                yield record
+            else:
+                self._clean.pop(record, None)
 
     def _region_cost(self, record: Record) -> int:
         """Blocks that a region for the record takes; none if it has one or is about to get one anyway."""
@@ -183,12 +209,12 @@ class Pressure:
         if free < self._copy_below or self._is_short:
             self._materialise()
         if self._is_short:
-            self._shrink(self._pool.num_gpu_blocks)
+            self.regions.shrink(self._pool.num_gpu_blocks)
         if free < self.low:
-            self.reclaim(self.low - self._shrink(self.low - free))
-        elif free > self.high and self._with_region:
+            self.reclaim(self.low - self.regions.shrink(self.low - free))
+        elif free > self.high and self.regions.held:
             self._restore()
-            self._grow()
+            self.regions.grow(self._pool.get_num_free_blocks() - self.high)
         self._fresh.clear()
         self._is_short = False
 
@@ -208,64 +234,41 @@ class Pressure:
                     if not self._coordinator.leases.spill(record, page, self._coordinator.transfer):
                         break
                     budget -= 1
+                    self.note_clean(record)  # if the host had the page already
                 record.next_spill += 1
             if record.next_spill >= len(record.pages) - 1:
                 del self._unsealed[record]  # until it grows
 
-    def _shrink(self, num_blocks: int) -> int:
-        """Take what regions have above the floor, from those that miss least.
-
-        Returns blocks on their way back.
-        """
-        freed = 0
-        regions = self._coordinator.regions
-        for record in sorted(self._holders(), key=lambda r: r.num_misses):
-            assert record.region is not None
-            wanted = -(-(num_blocks - freed) // self._parts)
-            cut = min(regions.excess(record.region), wanted)
-            if cut > 0:
-                self._coordinator.shrink_region(record, cut)
-                freed += cut * self._parts
-            if freed >= num_blocks:
-                break
-        return freed
-
-    def _grow(self) -> None:
-        """Let regions grow, those that miss most first."""
-        budget = min(MAX_GROWN_BLOCKS, (self._pool.get_num_free_blocks() - self.high) // self._parts)
-        regions = self._coordinator.regions
-        for record in sorted(self._holders(), key=lambda r: -r.num_misses):
-            assert record.region is not None
-            if budget <= 0 or record.num_misses < self._min_misses:
-                return
-            grown = min(budget, regions.room_to_grow(record.region), -(-record.region.num_blocks // 4))
-            if grown > 0:
-                self._coordinator.grow_region(record, grown)
-                record.num_misses = 0.0  # until it has been measured again
-                budget -= grown
-
-    def _holders(self) -> list[Record]:
-        return [r for r in self._with_region if r.region is not None]
-
     def _restore(self) -> None:
-        budget = MAX_RESTORED_PAGES
-        for record in list(self._with_region):
+        """Bring back the pages of requests that fit above high as a whole."""
+        free = self._pool.get_num_free_blocks()
+        if free < self._restorable_at:
+            return
+        budget, needed = MAX_RESTORED_PAGES, self._pool.num_gpu_blocks
+        for record in list(self.regions.held):
             if record.region is None:
-                del self._with_region[record]
+                del self.regions.held[record]
                 continue
-            away, loose = (
-                record.pages.count(PageState.HOST),
-                record.pages.pages_in(PageState.LOOSE, PageState.DRAINING),
-            )
-            if self._pool.get_num_free_blocks() - (away + len(loose)) * self._parts < self.high:
+            away = record.pages.count(PageState.HOST, PageState.LOOSE, PageState.DRAINING)
+            if self._pool.get_num_free_blocks() < self.high + away * self._parts:
+                needed = min(needed, self.high + away * self._parts)
                 continue
-            for page in loose:
-                self._coordinator.leases.repin(record, page)
-            for page in record.pages.pages_in(PageState.HOST)[:budget]:
-                self._coordinator.leases.restore(record, page, self._coordinator.transfer)
-                budget -= 1
-            if not record.needs_region:
-                self._coordinator.return_region(record)
-                del self._with_region[record]
+            needed = 0
+            budget -= self._bring_back(record, budget)
             if not budget:
                 return
+        self._restorable_at = needed
+
+    def _bring_back(self, record: Record, budget: int) -> int:
+        """Repin what is still there and restore up to `budget` pages. Returns how many are being restored."""
+        leases = self._coordinator.leases
+        for page in record.pages.pages_in(PageState.LOOSE, PageState.DRAINING):
+            leases.repin(record, page)
+        self.note_clean(record)
+        restored = record.pages.pages_in(PageState.HOST)[:budget]
+        for page in restored:
+            leases.restore(record, page, self._coordinator.transfer)
+        if not record.needs_region:
+            self._coordinator.return_region(record)
+            del self.regions.held[record]
+        return len(restored)

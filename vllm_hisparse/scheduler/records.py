@@ -23,6 +23,8 @@ class Record:
     next_spill: int = 0  # pages before this one were spilled or adopted
     num_misses: float = 0.0  # rows a step that its selections read from the host, lately; all index groups
     hot_pages: tuple[int, ...] = ()  # pages that its selections touch most, lately, hottest first
+    num_slots: int = 0  # tokens that its blocks hold in every group; kept by `SteadySlots`
+    next_publication: int = 0  # tokens that are known when vLLM has to look for pages to publish again
     alive: bool = True  # False once the request's blocks are gone; transfers may still refer to the record
 
     @property

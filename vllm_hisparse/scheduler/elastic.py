@@ -1,0 +1,65 @@
+"""Sizes of hot regions: larger ones miss less, as long as nobody else needs the blocks."""
+
+from typing import TYPE_CHECKING
+
+from .records import Record
+
+if TYPE_CHECKING:
+    from .coordinator import HiSparseCoordinator
+
+__all__ = ["MAX_GROWN_BLOCKS", "MIN_MISS_SHARE", "RegionSizes"]
+
+MAX_GROWN_BLOCKS = 16  # a step and part: growing is never urgent
+MIN_MISS_SHARE = 0.01  # of the selected rows; a region that misses less is large enough
+
+
+class RegionSizes:
+    """Who holds a region, and which of them should change its size."""
+
+    def __init__(self, coordinator: "HiSparseCoordinator") -> None:
+        self._coordinator = coordinator
+        self._parts = coordinator.layout.num_parts
+        num_groups = len(coordinator.layout.index_groups)
+        self._min_misses = MIN_MISS_SHARE * coordinator.config.top_k * num_groups
+        self.held: dict[Record, None] = {}  # requests with a region, and some that have just returned theirs
+        self.has_misses = False  # some were measured since regions last grew
+
+    def holders(self) -> list[Record]:
+        """Requests with a region."""
+        return [r for r in self.held if r.region is not None]
+
+    def shrink(self, num_blocks: int) -> int:
+        """Take what regions have above the floor, from those that miss least, to free `num_blocks` blocks.
+
+        Returns blocks on their way back.
+        """
+        freed = 0
+        regions = self._coordinator.regions
+        holders = self.holders() if regions.num_excess_blocks else []
+        for record in sorted(holders, key=lambda r: r.num_misses):
+            assert record.region is not None
+            wanted = -(-(num_blocks - freed) // self._parts)
+            cut = min(regions.excess(record.region), wanted)
+            if cut > 0:
+                self._coordinator.shrink_region(record, cut)
+                freed += cut * self._parts
+            if freed >= num_blocks:
+                break
+        return freed
+
+    def grow(self, num_blocks: int) -> None:
+        """Let regions grow by `num_blocks` blocks at most, those that miss most first; once a measurement."""
+        if not self.has_misses:
+            return
+        self.has_misses = False
+        budget = min(MAX_GROWN_BLOCKS, num_blocks // self._parts)
+        regions = self._coordinator.regions
+        for record in sorted(self.holders(), key=lambda r: -r.num_misses):
+            assert record.region is not None
+            if budget <= 0 or record.num_misses < self._min_misses:
+                return
+            grown = min(budget, regions.room_to_grow(record.region), -(-record.region.num_blocks // 4))
+            if grown > 0:
+                self._coordinator.grow_region(record, grown)
+                record.num_misses = 0.0  # until it has been measured again
+                budget -= grown

@@ -1,0 +1,61 @@
+"""Decode steps in which nothing changes.
+
+vLLM asks every KV group of every running request in every step, though a request needs a block, and has a
+page to publish, once in a page's tokens. With a group for each part of a page that is most of a step's
+scheduling. So we remember how far each request can go without either.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.request import Request
+
+from .records import Record
+
+if TYPE_CHECKING:
+    from .coordinator import HiSparseCoordinator
+
+__all__ = ["SteadySlots"]
+
+
+class SteadySlots:
+    """`KVCacheManager.allocate_slots` with an early exit; every other call goes to vLLM's.
+
+    The early exit returns what vLLM would return, and skips only what would change nothing: no group
+    allocates, none frees (there is no sliding window), none publishes.
+    """
+
+    def __init__(self, manager: KVCacheManager, coordinator: "HiSparseCoordinator") -> None:
+        self._allocate = manager.allocate_slots
+        self._nothing = manager.empty_kv_cache_blocks
+        self._records = coordinator.records
+        self._rows = [(m.req_to_blocks, m.block_size) for m in coordinator.on_device]
+        self._unit = manager.block_pool.hash_block_size
+        self._num_reprefillable = manager.coordinator.num_reprefillable_tokens
+
+    def allocate(
+        self, request: Request, num_new_tokens: int, *args: Any, num_lookahead_tokens: int = 0, **kwargs: Any
+    ) -> KVCacheBlocks | None:
+        """See `KVCacheManager.allocate_slots`. Running requests are those without further arguments."""
+        if args or kwargs:
+            return self._allocate(
+                request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **kwargs
+            )
+        end = request.num_computed_tokens + num_new_tokens
+        record = self._records.get(request.request_id)
+        if (
+            record is not None
+            and end + num_lookahead_tokens <= record.num_slots
+            and (end < record.next_publication or request.num_tokens < record.next_publication)
+        ):
+            return self._nothing
+        blocks = self._allocate(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
+        if blocks is not None and record is not None:
+            self._note(record, min(end, request.num_tokens))
+        return blocks
+
+    def _note(self, record: Record, num_cached: int) -> None:
+        """vLLM has allocated, and published what is full of the first `num_cached` tokens."""
+        record.num_slots = min(len(rows[record.request_id]) * size for rows, size in self._rows)
+        units = max(num_cached - self._num_reprefillable, 0) // self._unit
+        record.next_publication = (units + 1) * self._unit
