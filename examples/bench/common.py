@@ -1,4 +1,5 @@
-"""What the benchmarks share: timing of graph replays, floors measured in the same run, and the JSON around results."""
+"""What the benchmarks share: timing of graph replays, floors measured in the same run, and the JSON around
+results."""
 
 import ctypes
 import json
@@ -37,7 +38,8 @@ def median_us(
 ) -> float:
     """Median device time of `run` (a graph's replay), each replay between two events of its own.
 
-    `prepare(i)` sets the inputs of replay i and `check(i)` looks at its outputs, both outside the interval. The first
+    `prepare(i)` sets the inputs of replay i and `check(i)` looks at its outputs, both outside the
+    interval. The first
     `warmup` replays are not counted.
     """
     times = []
@@ -98,7 +100,8 @@ class Floors:
     def read_rows_gbps(self, host: torch.Tensor, lists: list[torch.Tensor], row_bytes: int) -> float:
         """The best rate, over grid sizes, at which threads read rows of pinned `host` and do nothing else.
 
-        `lists`: int32 row numbers for one launch each. Every launch needs rows of its own, since the device keeps host
+        `lists`: int32 row numbers for one launch each. Every launch needs rows of its own, since the
+        device keeps host
         memory that it has read, and its translations, for a while.
         """
         grids = (16, 32, 64)

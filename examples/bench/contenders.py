@@ -1,4 +1,5 @@
-"""Resolvers under one interface: `resolve` writes rows, `move` brings the misses; both may be captured in a graph.
+"""Resolvers under one interface: `resolve` writes rows, `move` brings the misses; both may be captured in
+a graph.
 
 Attributes: topk [batch, k] input; rows [batch, k] output: row i of a layer's view of the pool, -1 where none.
 """
@@ -12,7 +13,8 @@ INT32 = {"dtype": torch.int32, "device": "cuda"}
 
 
 class Ours:
-    """The package's ops. `split`: the layers as groups of one, each with a host area of its own (layer by layer)."""
+    """The package's ops. `split`: the layers as groups of one, each with a host area of its own (layer by
+    layer)."""
 
     def __init__(self, memory: Memory, table: torch.Tensor, policy: int, split: bool = False) -> None:
         batch = table.shape[0]
@@ -66,7 +68,8 @@ class Ours:
     def move(self) -> None:
         for host, offset, part in self.groups:
             torch.ops.hisparse.fetch(
-                host, self.pool, offset, part, self.plan_host_row, self.plan_slot, self.plan_count, self.request,
+                host, self.pool, offset, part, self.plan_host_row, self.plan_slot, self.plan_count,
+                self.request,
                 self.region, self.hot, self.memory.row_bytes, BLOCK_SIZE, self.stride_bytes, False,
             )  # fmt: skip
 
@@ -82,7 +85,8 @@ class Ours:
 
 
 class InTree:
-    """vLLM's in-tree resolver with its layer-by-layer row copies; `union_rows` sizes its shared-memory hash table."""
+    """vLLM's in-tree resolver with its layer-by-layer row copies; `union_rows` sizes its shared-memory
+    hash table."""
 
     side_by_side = False
 
@@ -114,7 +118,8 @@ class InTree:
     def resolve(self) -> None:
         torch.ops._C_cache_ops.hisparse_resolve_residency(
             self.hosts[0], self.pools[0], self.hot_table, self.topk, self.device_rows, self.held, self.order,
-            self.request, SLOTS, self.union_rows, None, self.stats, self.rows, BLOCK_SIZE, self.request, self.table,
+            self.request, SLOTS, self.union_rows, None, self.stats, self.rows, BLOCK_SIZE, self.request,
+            self.table,
             BLOCK_SIZE, None, self.counts, self.swap_host, self.swap_device, self.swap_counts, None, 0, 0,
         )  # fmt: skip
 

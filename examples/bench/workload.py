@@ -15,7 +15,8 @@ NUM_WARM, NUM_TIMED = 60, 40
 
 
 def selections(batch: int, miss_pct: float, num_steps: int, seed: int = 0) -> torch.Tensor:
-    """[steps, batch, k] int32 on the device. From the second step on, exactly round(k * miss_pct / 100) positions of a
+    """[steps, batch, k] int32 on the device. From the second step on, exactly round(k * miss_pct / 100)
+    positions of a
     request are new and were not selected for as long as any policy here keeps a row."""
     rng = np.random.default_rng(seed)
     misses = round(TOP_K * miss_pct / 100)
@@ -84,7 +85,8 @@ class Memory:
         return self.host[: self.num_rows * self.group_row_bytes].view(self.num_rows, self.group_row_bytes)
 
     def area(self, layer: int) -> torch.Tensor:
-        """[num_rows, row_bytes]: a layer's rows where every layer has an area of its own, behind each other."""
+        """[num_rows, row_bytes]: a layer's rows where every layer has an area of its own, behind each
+        other."""
         begin = layer * self.num_rows * self.row_bytes
         return self.host[begin : begin + self.num_rows * self.row_bytes].view(self.num_rows, self.row_bytes)
 
@@ -98,7 +100,8 @@ class Memory:
         return (first[:, None] + torch.arange(words, device="cuda")) * SCRAMBLE
 
     def fresh_rows(self, table: torch.Tensor, num_rows: int, num_lists: int) -> list[torch.Tensor]:
-        """Lists of host rows of random positions, `num_rows` or more, request by request like a step's plan."""
+        """Lists of host rows of random positions, `num_rows` or more, request by request like a step's
+        plan."""
         each = -(-num_rows // table.shape[0])
         lists = []
         for _ in range(num_lists):

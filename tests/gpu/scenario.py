@@ -1,6 +1,8 @@
-"""Random steps of one index group, run on the CPU op and on the device, and compared bit by bit after every step.
+"""Random steps of one index group, run on the CPU op and on the device, and compared bit by bit after
+every step.
 
-The CPU op is the oracle: it is proven equal to `ops/reference.py` in tests/ops, and fast enough for 10,000 steps.
+The CPU op is the oracle: it is proven equal to `ops/reference.py` in tests/ops, and fast enough for 10,000
+steps.
 """
 
 from dataclasses import dataclass, field
@@ -81,7 +83,8 @@ SHAPES = (
 
 @dataclass
 class Scenario:
-    """The same group on the CPU (`cpu`) and on the device (`gpu`); tensors by the names of the op's arguments."""
+    """The same group on the CPU (`cpu`) and on the device (`gpu`); tensors by the names of the op's
+    arguments."""
 
     shape: Shape
     seed: int = 0
@@ -170,7 +173,8 @@ class Scenario:
         }
 
     def _pack(self, names: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Makes these tensors views of one flat tensor a side: a step then costs few copies and comparisons."""
+        """Makes these tensors views of one flat tensor a side: a step then costs few copies and
+        comparisons."""
         views = [self.cpu[name] for name in names]
         starts = [0]
         for view in views:

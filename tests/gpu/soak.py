@@ -1,4 +1,5 @@
-"""Many random steps a configuration, configurations in parallel: python -m tests.gpu.soak --steps 10000 --out soak.json"""
+"""Many random steps a configuration, configurations in parallel: python -m tests.gpu.soak --steps 10000
+--out soak.json"""
 
 import argparse
 import json
