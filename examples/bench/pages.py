@@ -14,9 +14,16 @@ from workload import BLOCK_SIZE, allocate_host
 from vllm_hisparse.ops import load_library
 
 # layers, layers of an index group, row bytes, pages a step
-CASES = ((60, 4, 656, 4), (60, 4, 656, 32), (60, 1, 656, 4), (60, 1, 656, 32), (60, 1, 1152, 4), (60, 1,
-1152, 32),
-         (60, 4, 1152, 32), (4, 4, 656, 1))  # fmt: skip
+CASES = (
+    (60, 4, 656, 4),
+    (60, 4, 656, 32),
+    (60, 1, 656, 4),
+    (60, 1, 656, 32),
+    (60, 1, 1152, 4),
+    (60, 1, 1152, 32),
+    (60, 4, 1152, 32),
+    (4, 4, 656, 1),
+)
 ops = torch.ops.hisparse
 
 
@@ -61,8 +68,8 @@ def measure(host: torch.Tensor, layers: int, group: int, row_bytes: int, pages: 
     read_us = median_us(capture(read).replay, 20)
     moved = pages * stride
     return {
-        "layers": layers, "group": group, "row_bytes": row_bytes, "pages": pages, "bytes": moved, "exact":
-        exact,
+        "layers": layers, "group": group, "row_bytes": row_bytes, "pages": pages, "bytes": moved,
+        "exact": exact,
         "write_us": round(write_us, 1), "write_gbps": round(moved / write_us / 1e3, 2),
         "read_us": round(read_us, 1), "read_gbps": round(moved / read_us / 1e3, 2),
     }  # fmt: skip
