@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import estimator
+
 from vllm_hisparse.compat.ledger import LEDGER, MIN_VERSION, NEXT_UNSUPPORTED_VERSION
 from vllm_hisparse.metrics import METRICS
 from vllm_hisparse.scheduler.residency import EVENTS, STATES, TRANSITIONS, PageState
@@ -85,6 +87,7 @@ DOCUMENTS: dict[str, Callable[[], str]] = {
     "residency.md": residency,
     "ledger.md": ledger,
     "metrics.md": metrics,
+    "estimator/index.html": lambda: estimator.page(_read(DOCS / "estimator" / "index.html")),
 }
 
 

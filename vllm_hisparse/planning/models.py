@@ -143,7 +143,12 @@ class Model:
         return Shape(len(pattern), pattern.count("F"), self.row_bytes(kv_dtype), self.key_bytes, PAGE_TOKENS)
 
     def weight_bytes(self, tensor_parallel: int, speculative_tokens: int) -> int:
-        """Weights on one GPU: what tensor parallelism splits, and what every rank holds."""
+        """Weights on one GPU."""
+        split, whole = self.weight_shares(speculative_tokens)
+        return ceil_div(split, tensor_parallel) + whole
+
+    def weight_shares(self, speculative_tokens: int) -> tuple[int, int]:
+        """Bytes of weights: (split by tensor parallelism, on every rank)."""
         num_layers = int(self.config["num_hidden_layers"])
         kinds = [self._layer_weights(layer) for layer in range(num_layers)]
         if speculative_tokens:
@@ -153,7 +158,7 @@ class Model:
         split, whole = (sum(column) for column in zip(*kinds, strict=True))
         embeddings = 2 * int(self.config["vocab_size"]) * int(self.config["hidden_size"])  # in bf16
         item = 1 if self.config.get("quantization_config") else 2
-        return ceil_div(item * split + 2 * embeddings, tensor_parallel) + item * whole
+        return item * split + 2 * embeddings, item * whole
 
     def num_parameters(self) -> int:
         """Of the published checkpoint, MTP layers included; norms are left out."""
