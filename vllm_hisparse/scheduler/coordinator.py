@@ -48,6 +48,8 @@ class HiSparseCoordinator:
         (self.source,) = (m for m in managers if isinstance(m, SourceManager))
         self.resident = [m for m in managers if isinstance(m, ResidentManager)]
         self.on_device = [m for m in managers if m is not self.source]
+        others = [(m, 1) for m in self.on_device if m not in self.resident]
+        self._kinds = [(self.resident[0], len(self.resident)), *others]  # managers, groups they stand for
         self.pool = self.resident[0].block_pool
         self.layout = layout
         self.config = config
@@ -109,10 +111,11 @@ class HiSparseCoordinator:
             self.grant_region(record)
 
     def _num_missing(self, request_id: str, num_tokens: int) -> int:
+        """Blocks that all groups together still have to allocate; the parts' rows are equally long."""
         need = 0
-        for manager in self.on_device:
+        for manager, num_groups in self._kinds:
             have = len(manager.req_to_blocks.get(request_id, ()))
-            need += max(-(-num_tokens // manager.block_size) - have, 0)
+            need += max(-(-num_tokens // manager.block_size) - have, 0) * num_groups
         return need
 
     # ---- what vLLM's managers report

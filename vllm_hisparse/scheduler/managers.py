@@ -162,7 +162,12 @@ class ResidentManager(SingleTypeKVCacheManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """Blocks still to take. Part 0 subtracts what can be reclaimed, for all groups; a pure query."""
+        """Blocks still to take in all parts, less what can be reclaimed for all groups; a pure query.
+
+        Part 0 answers for all parts, whose rows are equally long.
+        """
+        if self.part:
+            return 0
         if request_id in self.num_cached_block:
             have = len(self.req_to_blocks[request_id])
         else:
@@ -170,7 +175,8 @@ class ResidentManager(SingleTypeKVCacheManager):
         need = max(cdiv(num_tokens, self.block_size) - have, 0)
         if apply_admission_cap:
             need = self.coordinator.cap_admission(need)
-        return need - (self.coordinator.num_reclaimable(request_id, num_tokens) if self.part == 0 else 0)
+        num_parts = self.coordinator.layout.num_parts
+        return need * num_parts - self.coordinator.num_reclaimable(request_id, num_tokens)
 
     def add_local_computed_blocks(self, *args: Any, **kwargs: Any) -> None:
         """Done by the source group's manager."""
@@ -195,8 +201,10 @@ class ResidentManager(SingleTypeKVCacheManager):
     ) -> list[KVCacheBlock]:
         """The base class's allocation; the coordinator learns of new pages once, from part 0."""
         self.num_cached_block.setdefault(request_id, 0)
+        if num_tokens <= len(self.req_to_blocks[request_id]) * self.block_size:
+            return []
         blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
-        if blocks and self.part == 0:
+        if self.part == 0:
             self.coordinator.grow(request_id, len(blocks))
         return blocks
 
@@ -210,9 +218,11 @@ class ResidentManager(SingleTypeKVCacheManager):
     ) -> None:
         """Publish full device pages under this group's id, for `HostPool`'s lookup over both tiers."""
         request_id = request.request_id
+        cached = self.num_cached_block.get(request_id, 0)
+        if num_tokens < (cached + 1) * self.block_size:
+            return
         hashed = len(request.block_hashes) * self.block_pool.hash_block_size
         full = min(num_tokens, hashed) // self.block_size
-        cached = self.num_cached_block.get(request_id, 0)
         if cached < full:
             blocks = self.req_to_blocks[request_id]
             self.block_pool.cache_full_blocks(
