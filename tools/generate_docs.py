@@ -7,7 +7,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import dashboard
 import estimator
+import options
+import startup
+from blocks import replace_block
 
 from vllm_hisparse.compat.ledger import LEDGER, MIN_VERSION, NEXT_UNSUPPORTED_VERSION
 from vllm_hisparse.metrics import METRICS
@@ -83,10 +87,25 @@ def metrics() -> str:
     return "\n".join(lines) + "\n"
 
 
+BLOCKS: dict[str, Callable[[], str]] = {"options": options.table, "plan": startup.plan, "log": startup.log}
+PLANNING = "vllm_hisparse/planning"
+
+
+def _with_blocks(name: str, **sources: str) -> str:
+    """A document by hand with its blocks, by name and source, written anew."""
+    text = _read(DOCS / name)
+    for block, source in sources.items():
+        text = replace_block(text, block, source, BLOCKS[block]())
+    return text
+
+
 DOCUMENTS: dict[str, Callable[[], str]] = {
     "residency.md": residency,
     "ledger.md": ledger,
     "metrics.md": metrics,
+    "tuning.md": lambda: _with_blocks("tuning.md", options="vllm_hisparse/config.py"),
+    "getting-started.md": lambda: _with_blocks("getting-started.md", plan=PLANNING, log=PLANNING),
+    "grafana.json": dashboard.dashboard,
     "estimator/index.html": lambda: estimator.page(_read(DOCS / "estimator" / "index.html")),
 }
 

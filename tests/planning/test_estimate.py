@@ -34,6 +34,8 @@ def test_equal_to_the_plan_of_an_engine(name: str, tokens: int, host_gib: int) -
     assert result.num_regions == layout.num_regions
     assert result.steady == steady_state(vllm_config, layout)
     assert result.floor == steady_state(vllm_config, layout, layout.floor_hot_blocks)
+    names = {"layers": (), "index_groups": (), "indexer_layers": ()}
+    assert replace(result.layout, **names) == replace(layout, **names)
 
 
 def test_glm_52_on_eight_h200() -> None:

@@ -18,7 +18,7 @@ from vllm_hisparse.config import CONNECTOR, GIB, HiSparseConfig, user_error
 
 from .bounds import Concurrency, RequestBlocks, admission_concurrency, request_blocks, steady_concurrency
 from .geometry import round_up
-from .layout import LayerPlan
+from .layout import LayerPlan, Layout
 from .models import Model, layer_plan
 from .sizes import NUM_RESERVED_HOST_BLOCKS, device_blocks, host_block_bytes, host_blocks, needed_host_blocks
 
@@ -143,6 +143,27 @@ class Estimate:
     def floor(self) -> Concurrency:
         """HiSparse: the same with the smallest regions that can serve a step."""
         return self._steady(self.need.floor_hot_blocks)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What an engine would lay out."""
+        need, plan = self.need, self.plan
+        return Layout(
+            geometry=plan.geometry,
+            layers=plan.layers,
+            index_groups=plan.index_groups,
+            indexer_layers=plan.indexer_layers,
+            num_device_blocks=self.num_device_blocks,
+            num_host_blocks=self.num_host_blocks,
+            max_requests=self.setup.max_requests,
+            max_positions=self.setup.context,
+            num_regions=self.num_regions,
+            floor_hot_blocks=need.floor_hot_blocks,
+            start_hot_blocks=need.start_hot_blocks,
+            max_hot_blocks=need.max_hot_blocks,
+            tail_pages=need.tail_pages,
+            admission_pages=need.admission_pages,
+        )
 
     @property
     def starts(self) -> bool:

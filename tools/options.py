@@ -1,0 +1,37 @@
+"""The table of the connector's options in docs/tuning.md."""
+
+from vllm_hisparse import config
+
+# What config.py has no room for. A missing or surplus key is an error.
+MEANINGS = {
+    "host_pool_gib": "Size of the pinned host pool of each rank in GiB. Required. `vllm-hisparse plan` "
+    "says how much is of use.",
+    "low_watermark": "Share of free device blocks below which pages are given up.",
+    "high_watermark": "Share of free device blocks below which sealed pages are copied to the host, and "
+    "above which pages return and hot regions grow.",
+    "max_hot_rows": "Slots that a hot region may grow to. By default four times top-k, or the size it "
+    "starts with if that is more or is set by `device_buffer_size`.",
+    "policy": f"Which slot gives way to a miss: {' or '.join(f'`{name}`' for name in config.POLICIES)}.",
+    "prefetch": "Reserved: the layers of an index group are read together whatever it says.",
+    "skip_io": "Reads nothing from the host. Outputs are wrong: only for measuring what reads cost.",
+    "prefill_staging_mib": "Device memory in MiB that prefills over host-backed context are staged in; "
+    "never more than a request has.",
+    "max_indexer_pages": f"Most pages of an indexer block, which is the grain of prefix hits. By "
+    f"default {config.MAX_INDEXER_PAGES}, and 1 beside connectors that move indexer keys by kernel block.",
+    "check": "Checks every invariant after every step. Slow: for tests.",
+    "trace_path": "File that selections are recorded to, see [policy](policy.md). Nothing is recorded "
+    "by default.",
+    "trace_max_mib": "Host memory of a recording in MiB.",
+}
+
+
+def table() -> str:
+    """Options in the order of config.py, with type, default and meaning."""
+    options = config._OPTIONS
+    if set(MEANINGS) != set(options):
+        raise ValueError(f"got meanings of other options than config.py has: {set(MEANINGS) ^ set(options)}")
+    lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
+    for key, (kind, default) in options.items():
+        shown = "" if default is None else f"`{str(default).lower() if kind is bool else default}`"
+        lines.append(f"| `{key}` | {kind.__name__} | {shown} | {MEANINGS[key]} |")
+    return "\n".join(lines)
