@@ -37,7 +37,7 @@ class RequestBlocks:
 
     @property
     def admission_pages(self) -> int:
-        """Blocks a part during admission: the request's pages, or a new hot region, tail and chunk if fewer."""
+        """Blocks a part during admission: the request's pages, or a hot region, tail and chunk if fewer."""
         return min(self.num_pages, self.start_hot_blocks + self.tail_pages + self.chunk_pages)
 
     @property
