@@ -76,7 +76,7 @@ LONG_CASES = [
         "four-page-indexer-blocks-lru",
         SHARED,
         "bfloat16",
-        num_blocks=17,
+        num_blocks=16,
         indexer_pages=4,
         options={"max_indexer_pages": None, "policy": "lru"},
         late_copies=6,

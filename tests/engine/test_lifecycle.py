@@ -13,6 +13,7 @@ from vllm_hisparse.testing.models import SEPARATE
 pytestmark = pytest.mark.engine
 
 DTYPE = "bfloat16"  # one part of three layers
+SPARE_BLOCKS = 6  # left to requests that grow: regions may not starve them
 
 
 def tight_engine(model_path: ModelPath, num_blocks: int, low: float, high: float, **engine_args: Any) -> Any:
@@ -95,3 +96,33 @@ def test_pages_leave_and_return(model_path: ModelPath, reference: Reference) -> 
         engine.finish()
     assert differences(completions, expected) == []
     assert differences(again, expected) == []
+
+
+def test_regions_grow_and_shrink(model_path: ModelPath, reference: Reference) -> None:
+    """Hot regions change their size again and again, whatever the policy would have said."""
+    expected = reference(SEPARATE, DTYPE)
+    with hisparse_engine(
+        model_path(SEPARATE),
+        dtype=DTYPE,
+        num_gpu_blocks_override=26,
+        kv_transfer_config=hisparse(low_watermark=0.45, high_watermark=0.9, max_hot_rows=256),
+        **ENGINE_ARGS,
+    ) as engine:
+        coordinator, regions = engine.coordinator, engine.coordinator.regions
+
+        def resize() -> None:
+            engine.check_integrity()
+            for record in coordinator.records.values():
+                if record.region is None:
+                    continue
+                if excess := regions.excess(record.region):
+                    coordinator.shrink_region(record, excess)
+                elif coordinator.pool.get_num_free_blocks() > SPARE_BLOCKS:
+                    coordinator.grow_region(record, min(2, regions.room_to_grow(record.region)))
+
+        completions = engine.run(prompts(24, count=8), resize)
+        engine.finish()
+        assert regions.counters.grown_blocks > 20
+        assert regions.counters.shrunk_blocks > 20
+        assert engine.rows["hits"] > 0
+    assert differences(completions, expected) == []
