@@ -92,9 +92,25 @@ class BuildCuda(Command):
         ]
         with ThreadPoolExecutor(self.num_jobs) as pool:
             list(pool.map(self.call, commands))
-        library_directory = torch_directory() / "lib"
-        link = ["-shared", *map(str, objects), f"-L{library_directory}", "-ltorch_cpu", "-Xlinker=-s"]
-        self.call([nvcc, *self.arch_flags(), *link, "-o", str(PACKAGE / CUDA_LIBRARY)])
+        libraries = [f"-L{torch_directory() / 'lib'}", f"-L{self.make_stub(objects_directory)}"]
+        libraries += ["-Xlinker=--no-as-needed", "-ltorch_cpu", "-ltorch_cuda", "-Xlinker=-s"]
+        link = [nvcc, "-shared", *self.arch_flags(), *map(str, objects), *libraries]
+        self.call([*link, "-o", str(PACKAGE / CUDA_LIBRARY)])
+
+    def make_stub(self, directory: Path) -> Path:
+        """An empty libtorch_cuda.so to link against: torch here may be a CPU build, which has none.
+
+        The library takes the CUDA stream from libtorch_cuda. Unless it names that library as needed, the loader does
+        not look there, though torch has loaded it.
+        """
+        stub = directory / "stub"
+        stub.mkdir(exist_ok=True)
+        output = stub / "libtorch_cuda.so"
+        compiler = os.environ.get("CC", "cc")
+        self.call(
+            [compiler, "-shared", "-Wl,-soname,libtorch_cuda.so", "-o", str(output), "-x", "c", os.devnull]
+        )
+        return stub
 
     def arch_flags(self) -> list[str]:
         flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.arches]

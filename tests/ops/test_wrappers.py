@@ -194,3 +194,13 @@ def test_results_do_not_depend_on_the_way_in() -> None:
     names = [f.name for f in fields(Outputs)]
     got, want = (Outputs(**{name: found[name] for name in names}) for found in (arguments, direct))
     assert_same(got, want)
+
+
+def test_the_cuda_library_names_what_it_needs() -> None:
+    """The loader looks for a symbol only in libraries that are named: torch having loaded them is not enough."""
+    path = Path(load.__file__).parents[1] / load.LIBRARY_OF["cuda"]
+    if not path.exists():
+        pytest.skip("no CUDA library here: python setup.py build_cuda makes it")
+    content = path.read_bytes()
+    assert b"libtorch_cuda.so\0" in content
+    assert b"libtorch_cpu.so\0" in content
