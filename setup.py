@@ -100,8 +100,8 @@ class BuildCuda(Command):
     def make_stub(self, directory: Path) -> Path:
         """An empty libtorch_cuda.so to link against: torch here may be a CPU build, which has none.
 
-        The library takes the CUDA stream from libtorch_cuda. Unless it names that library as needed, the loader does
-        not look there, though torch has loaded it.
+        The library takes the CUDA stream from libtorch_cuda. Unless it names that library as needed, the
+        loader does not look there, though torch has loaded it.
         """
         stub = directory / "stub"
         stub.mkdir(exist_ok=True)

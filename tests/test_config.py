@@ -35,12 +35,11 @@ def test_defaults() -> None:
         low_watermark=0.08,
         high_watermark=0.20,
         policy=DEFAULT_POLICY,
-        prefetch=True,
         skip_io=False,
         prefill_staging_mib=256,
         max_indexer_pages=16,
         eager_host_mirror=True,
-        check=False,
+        always_host=False,
         trace_path=None,
         trace_max_mib=256,
     )
@@ -56,11 +55,10 @@ def test_every_option_is_read() -> None:
         "low_watermark": 0,
         "high_watermark": 1,
         "policy": "lru",
-        "prefetch": False,
         "skip_io": True,
         "prefill_staging_mib": 7,
         "max_indexer_pages": 3,
-        "check": True,
+        "always_host": True,
         "trace_path": "selections.npz",
         "trace_max_mib": 5,
     }
@@ -111,9 +109,9 @@ def test_other_connectors_keep_indexer_blocks_to_one_page(other: dict[str, Any])
 BAD_OPTIONS = [
     (
         {"host_pool_gb": 1},
-        "got unknown options ['host_pool_gb'] for HiSparseConnector; need keys among ['check', "
+        "got unknown options ['host_pool_gb'] for HiSparseConnector; need keys among ['always_host', "
         "'high_watermark', 'host_pool_gib', 'low_watermark', 'max_hot_rows', 'max_indexer_pages', 'policy', "
-        "'prefetch', 'prefill_staging_mib', 'skip_io', 'trace_max_mib', 'trace_path'] because a misspelt "
+        "'prefill_staging_mib', 'skip_io', 'trace_max_mib', 'trace_path'] because a misspelt "
         "option would be ignored silently",
     ),
     ({"fault": "nocopy"}, "got unknown options ['fault']"),
@@ -123,7 +121,7 @@ BAD_OPTIONS = [
     ({"host_pool_gib": float("nan")}, "got host_pool_gib=nan; need a finite size"),
     ({"host_pool_gib": "384"}, "got host_pool_gib='384' of type str; need float because"),
     ({"host_pool_gib": True}, "got host_pool_gib=True of type bool; need float because"),
-    ({"prefetch": 1}, "got prefetch=1 of type int; need bool because"),
+    ({"skip_io": 1}, "got skip_io=1 of type int; need bool because"),
     ({"max_hot_rows": 4096.0}, "got max_hot_rows=4096.0 of type float; need int because"),
     (
         {"low_watermark": 0.3},

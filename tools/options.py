@@ -12,13 +12,13 @@ MEANINGS = {
     "max_hot_rows": "Slots that a hot region may grow to. By default four times top-k, or the size it "
     "starts with if that is more or is set by `device_buffer_size`.",
     "policy": f"Which slot gives way to a miss: {' or '.join(f'`{name}`' for name in config.POLICIES)}.",
-    "prefetch": "Reserved: the layers of an index group are read together whatever it says.",
     "skip_io": "Reads nothing from the host. Outputs are wrong: only for measuring what reads cost.",
     "prefill_staging_mib": "Device memory in MiB that prefills over host-backed context are staged in; "
     "never more than a request has.",
     "max_indexer_pages": f"Most pages of an indexer block, which is the grain of prefix hits. By "
     f"default {config.MAX_INDEXER_PAGES}, and 1 beside connectors that move indexer keys by kernel block.",
-    "check": "Checks every invariant after every step. Slow: for tests.",
+    "always_host": "Decodes from the host and the hot region even while the device has room, as HiSparse is "
+    "described in its paper. Exact but slower: for comparison.",
     "trace_path": "File that selections are recorded to, see [policy](policy.md). Nothing is recorded "
     "by default.",
     "trace_max_mib": "Host memory of a recording in MiB.",

@@ -30,11 +30,10 @@ _OPTIONS: dict[str, tuple[type, Any]] = {
     "high_watermark": (float, 0.20),
     "max_hot_rows": (int, None),
     "policy": (str, DEFAULT_POLICY),
-    "prefetch": (bool, True),
     "skip_io": (bool, False),
     "prefill_staging_mib": (int, 256),
     "max_indexer_pages": (int, None),
-    "check": (bool, False),
+    "always_host": (bool, False),
     "trace_path": (str, None),
     "trace_max_mib": (int, 256),
 }
@@ -60,12 +59,11 @@ class HiSparseConfig:
     low_watermark: float = 0.08  # fewer free blocks than this share: spill
     high_watermark: float = 0.20  # more free blocks than this share: restore, grow hot regions
     policy: str = DEFAULT_POLICY
-    prefetch: bool = True
     skip_io: bool = False  # no-IO oracle: outputs are wrong, only for measuring
     prefill_staging_mib: int = 256
     max_indexer_pages: int = MAX_INDEXER_PAGES  # most pages of an indexer block: the grain of prefix hits
     eager_host_mirror: bool = True  # True: a page is copied to the host when it seals; False: when it spills
-    check: bool = False  # integrity checks after every step
+    always_host: bool = False  # decode from host and hot region although the device has room, to compare
     trace_path: str | None = None  # file that selections are recorded to; None: nothing is recorded
     trace_max_mib: int = 256  # host memory of a recording
 

@@ -62,7 +62,7 @@ def test_the_serve_line_is_what_was_planned() -> None:
     words = shlex.split(
         run_json(
             *GLM, "--host-gib", "2048", "--mtp", "1", "--max-num-seqs", "64", "--device-buffer-size", "8192",
-            "--option", "prefetch=false", "--no-async-scheduling", "--gpu-memory-utilization", "0.9",
+            "--option", "skip_io=false", "--no-async-scheduling", "--gpu-memory-utilization", "0.9",
         )["serve"]
     )  # fmt: skip
     assert words[:3] == ["vllm", "serve", "zai-org/GLM-5.2-FP8"]

@@ -114,6 +114,25 @@ def test_same_bits_under_pressure_long(case: Case, model_path: ModelPath, refere
     check(case, model_path, reference)
 
 
+@pytest.mark.long
+def test_same_bits_always_from_the_host(model_path: ModelPath, reference: Reference) -> None:
+    """The option `always_host` in a pool that would hold everything."""
+    expected = reference(SHARED, "float32")
+    with hisparse_engine(
+        model_path(SHARED),
+        dtype="float32",
+        num_gpu_blocks_override=256,
+        kv_transfer_config=hisparse(always_host=True, low_watermark=0.0, high_watermark=0.1),
+        **ENGINE_ARGS,
+    ) as engine:
+        completions = engine.run(prompts(), engine.check_integrity)
+        engine.finish()
+        assert engine.pages["evicted"] > 30
+        assert engine.pages["unpinned"] == 0
+        assert min(engine.rows["misses"], engine.rows["hits"]) > 0
+    assert differences(completions, expected) == []
+
+
 def check(case: Case, model_path: ModelPath, reference: Reference) -> None:
     expected = reference(case.model, case.dtype)
     transfer = hisparse(**case.options)

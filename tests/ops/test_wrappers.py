@@ -197,7 +197,7 @@ def test_results_do_not_depend_on_the_way_in() -> None:
 
 
 def test_the_cuda_library_names_what_it_needs() -> None:
-    """The loader looks for a symbol only in libraries that are named: torch having loaded them is not enough."""
+    """The loader looks for a symbol in libraries that are named; that torch has loaded them is not enough."""
     path = Path(load.__file__).parents[1] / load.LIBRARY_OF["cuda"]
     if not path.exists():
         pytest.skip("no CUDA library here: python setup.py build_cuda makes it")

@@ -186,3 +186,20 @@ def test_slots_are_used_again(make_rig: Any) -> None:
     bound = [b for m in rig.messages for b in m.bind]
     assert [b.request_id for b in bound] == [f"r{n}" for n in range(7)]
     assert {b.slot for b in bound} == {0, 1}
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_a_hit_that_would_fill_the_pool_is_cut(make_rig: Any, tmp_path: Any, num_parts: int) -> None:
+    """Pages that only the device has cannot leave at once: a hit on too many of them would never be admitted."""
+    options = {"num_parts": num_parts, "low": 0.0, "eager_host_mirror": False, "max_step_tokens": 40}
+    smallest = minimum_device_blocks(make_vllm_config(EngineOptions(**options), tmp_path), EngineOptions(**options))
+    rig = make_rig(**options, num_device_blocks=smallest + 1)
+    rig.add("a", range(50), max_tokens=8)
+    step(rig)
+    rig.preempt()
+    request = rig.scheduler.requests["a"]
+    blocks = [rig.coordinator.host_pool.get_cached_block(h, [0]) for h in request.block_hashes[:9]]
+    assert sum(b is not None for b in blocks) >= 9  # of which only `spare` may be used
+    assert rig.coordinator.admission.num_admissible([b[0] for b in blocks if b]) <= 1
+    rig.run()
+    assert len(rig.outputs["a"]) == 8

@@ -144,4 +144,4 @@ def test_machine() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_machine_for_long() -> None:
-    assert run(max_examples=1000, num_rules=50) > 100_000
+    assert run(max_examples=2500, num_rules=50) > 100_000

@@ -186,6 +186,9 @@ class HiSparseCoordinator:
             if (record := self._by_slot.get(slot)) is not None:
                 record.num_misses = misses
                 self.pressure.regions.has_misses = True
+        for slot, hot_pages in ack.heat.items():
+            if (record := self._by_slot.get(slot)) is not None:
+                record.hot_pages = hot_pages
         enqueued, completed = self.ledger.acknowledge(ack)
         for transfer in enqueued:
             self.leases.enqueued(transfer)

@@ -29,6 +29,7 @@ class PageCounters:
     restored: int = 0  # copies to the device that completed
     unpinned: int = 0  # device leases given back
     repinned: int = 0
+    evicted: int = 0  # leases given back with the page's device copy, by the option `always_host`
     lost: int = 0  # pages whose device blocks were reused
     deduplicated: int = 0  # pages found on the host when they were to be copied
     host_hits: int = 0  # pages of prefix hits that only the host had
@@ -136,6 +137,15 @@ class PageLeases:
             self._loose.setdefault(block.block_id, {})[record, page] = None
         self._pool.unpin_blocks(blocks, self._on_reuse)
         self.counters.unpinned += 1
+
+    def evict(self, record: Record, page: int) -> None:
+        """Give a page's device lease back and read it from the host from now on."""
+        blocks = self.device_blocks(record, page)
+        record.pages.advance(page, Event.EVICT)
+        self._clear(record, page)
+        self._pool.free_blocks(blocks)
+        self._changed[record, page] = None
+        self.counters.evicted += 1
 
     def repin(self, record: Record, page: int) -> None:
         """Take the lease on a loose page again."""

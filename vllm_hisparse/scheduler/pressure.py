@@ -45,7 +45,11 @@ class Pressure:
         self.low = config.low_blocks(coordinator.pool.num_gpu_blocks)
         self.high = config.high_blocks(coordinator.pool.num_gpu_blocks)
         self.regions = RegionSizes(coordinator)
-        self._copy_below = self.high if config.eager_host_mirror else self.low
+        self._always_host = config.always_host
+        everything = self._pool.num_gpu_blocks + 1
+        self._copy_below = (
+            everything if config.always_host else self.high if config.eager_host_mirror else self.low
+        )
         self._unsealed: dict[Record, None] = {}  # may have pages to materialise
         self._fresh: set[Record] = set()  # started on a prefix hit in this step
         self._clean: dict[Record, None] = {}  # may have pages whose lease can go back
@@ -186,13 +190,17 @@ class Pressure:
         return (num_pages + record.pages.num_unpinnable) * self._parts > cost
 
     def _unpinnable(self, record: Record, num_blocks: int, excluded: frozenset[int]) -> list[int]:
-        """Pages, tail first, that free `num_blocks` blocks or as many as there are.
+        """Pages, coldest first, that free `num_blocks` blocks or as many as there are.
 
-        Blocks that others lease free nothing.
+        Blocks that others lease free nothing. Pages of which nothing is known go from the tail.
         """
         wanted = -(-num_blocks // self._parts)
         found: list[int] = []
-        for page in reversed(record.pages.pages_in(*UNPINNABLE)):
+        pages = record.pages.pages_in(*UNPINNABLE)
+        if record.hot_pages:
+            heat = {page: rank for rank, page in enumerate(reversed(record.hot_pages), 1)}
+            pages.sort(key=lambda page: (-heat.get(page, 0), page))
+        for page in reversed(pages):
             blocks = self._coordinator.leases.device_blocks(record, page)
             if all(b.ref_cnt == 1 and b.block_id not in excluded for b in blocks):
                 found.append(page)
@@ -208,15 +216,32 @@ class Pressure:
         self._note_level(free)
         if free < self._copy_below or self._is_short:
             self._materialise()
+        if self._always_host:
+            self._evict_all()
         if self._is_short:
             self.regions.shrink(self._pool.num_gpu_blocks)
         if free < self.low:
             self.reclaim(self.low - self.regions.shrink(self.low - free))
-        elif free > self.high and self.regions.held:
+        elif free > self.high and self.regions.held and not self._always_host:
             self._restore()
             self.regions.grow(self._pool.get_num_free_blocks() - self.high)
         self._fresh.clear()
         self._is_short = False
+
+    def _evict_all(self) -> None:
+        """The option `always_host`: decoding requests keep nothing on the device that the host has."""
+        coordinator = self._coordinator
+        for record in list(self._clean):
+            request = record.request
+            if request.num_computed_tokens < request.num_prompt_tokens:
+                continue
+            if record.region is None:
+                free = self._pool.get_num_free_blocks()
+                if not coordinator.regions.num_free_ids or free < coordinator.regions.num_blocks:
+                    continue
+                coordinator.grant_region(record)
+            for page in record.pages.pages_in(PageState.CLEAN):
+                coordinator.leases.evict(record, page)
 
     def _note_level(self, free: int) -> None:
         level = "below_low" if free < self.low else "above_high" if free > self.high else "between"

@@ -91,6 +91,7 @@ class Event(Enum):
     UNPIN = "unpin"
     REPIN = "repin"
     REUSED = "reused"
+    EVICT = "evict"
     RESTORE = "restore"
     DEDUPLICATE = "deduplicate"
 
@@ -102,6 +103,7 @@ EVENTS: dict[Event, str] = {
     Event.UNPIN: "the device lease goes back; the page stays readable until its blocks are reused",
     Event.REPIN: "a lease is taken on blocks that were not reused yet",
     Event.REUSED: "the pool handed out one of the page's blocks",
+    Event.EVICT: "the device lease goes back with the copy there (option `always_host`)",
     Event.RESTORE: "device blocks are leased and the copy goes into the next message",
     Event.DEDUPLICATE: "the host pool already has the page, published by another request",
 }
@@ -117,6 +119,7 @@ TRANSITIONS: dict[tuple[PageState, Event], PageState] = {
     (PageState.DRAINING, Event.COMPLETED): PageState.LOOSE,
     (PageState.LANDING, Event.COMPLETED): PageState.HOST,
     (PageState.CLEAN, Event.UNPIN): PageState.LOOSE,
+    (PageState.CLEAN, Event.EVICT): PageState.HOST,
     (PageState.LOOSE, Event.REPIN): PageState.CLEAN,
     (PageState.LOOSE, Event.REUSED): PageState.HOST,
     (PageState.HOST, Event.RESTORE): PageState.RESTORING,

@@ -58,6 +58,7 @@ class EngineOptions:
     prefix_caching: bool = True
     async_scheduling: bool = False
     eager_host_mirror: bool = True
+    always_host: bool = False
     kv_role: str = "kv_both"
     num_drafts: int = 0
 
@@ -128,6 +129,7 @@ def make_vllm_config(options: EngineOptions, directory: Path) -> Any:
             "low_watermark": options.low,
             "high_watermark": options.high,
             "max_hot_rows": options.max_hot_rows,
+            "always_host": options.always_host,
         },
     )
     return engine
