@@ -190,9 +190,11 @@ def test_slots_are_used_again(make_rig: Any) -> None:
 
 @pytest.mark.parametrize("num_parts", [1, 3])
 def test_a_hit_that_would_fill_the_pool_is_cut(make_rig: Any, tmp_path: Any, num_parts: int) -> None:
-    """Pages that only the device has cannot leave at once: a hit on too many of them would never be admitted."""
+    """Pages that only the device has cannot leave at once; too many of them would never be admitted."""
     options = {"num_parts": num_parts, "low": 0.0, "eager_host_mirror": False, "max_step_tokens": 40}
-    smallest = minimum_device_blocks(make_vllm_config(EngineOptions(**options), tmp_path), EngineOptions(**options))
+    smallest = minimum_device_blocks(
+        make_vllm_config(EngineOptions(**options), tmp_path), EngineOptions(**options)
+    )
     rig = make_rig(**options, num_device_blocks=smallest + 1)
     rig.add("a", range(50), max_tokens=8)
     step(rig)
