@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import wraps
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ def enable() -> None:
         return
     backends.setdefault("cpu", SimpleNamespace(compiler=None, driver=_Driver))
     _reinterpret_language()
+    _take_integer_masks()
 
 
 class _Driver:
@@ -65,6 +67,32 @@ def _reinterpret_language() -> None:
     for name, value in list(vars(tensor).items()):
         if id(value) in interpreted:
             setattr(tensor, name, _method(interpreted[id(value)]))
+
+
+def _take_integer_masks() -> None:
+    """Lets masks be integers: Triton types them int1 all the same, and vLLM's ngram kernels have one.
+
+    The interpreter compares a scalar that `tl.max` returned into an int32, which its stores refuse.
+    """
+    from triton.runtime.interpreter import interpreter_builder
+
+    builder = type(interpreter_builder)
+    for name, position in (("create_masked_load", 1), ("create_masked_store", 2)):
+        method = getattr(builder, name)
+        if not hasattr(method, "__wrapped__"):
+            setattr(builder, name, _with_boolean_mask(method, position))
+
+
+def _with_boolean_mask(method: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """`method` of the interpreter's builder, whose mask is its argument number `position` after self."""
+
+    @wraps(method)
+    def wrapped(self: Any, *args: Any) -> Any:
+        mask = args[position]
+        mask.data = mask.data.astype(bool, copy=False)
+        return method(self, *args)
+
+    return wrapped
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
