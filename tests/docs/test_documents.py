@@ -14,7 +14,9 @@ from prometheus_client import Counter, Histogram
 
 from vllm_hisparse.metrics import METRICS, Metric
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")])
 HAND_WRITTEN = ("tuning.md", "getting-started.md", "operations.md")
 NAME = re.compile(r"vllm:hisparse_([a-z_]+)")
 
@@ -92,12 +94,31 @@ def test_series_in_text_exist(name: str) -> None:
         assert series in SERIES, series
 
 
-@pytest.mark.parametrize("name", HAND_WRITTEN)
-def test_links_lead_somewhere(name: str) -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", (DOCS / name).read_text()):
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", document.read_text()):
         path, _, anchor = target.partition("#")
-        file = DOCS / path if path else DOCS / name
+        file = document.parent / path if path else document
         assert file.exists(), target
         if anchor:
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, target
+
+
+def test_every_document_is_linked_from_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [path.name for path in DOCUMENTS if path.name != "README.md" and path.name not in text] == []
+
+
+def test_reliability_names_tests_that_exist() -> None:
+    """One row for each kind of fault; the last file named in a row is that of the names after it."""
+    section = (DOCS / "reliability.md").read_text().split("## Kinds of faults seen elsewhere")[1]
+    rows = [line for line in section.splitlines() if line.startswith("|")][2:]
+    assert len(rows) == 20
+    for row in rows:
+        names = re.findall(r"`([\w/.]+\.py::)?(test_\w+)`", row)
+        assert names or "**none yet**" in row, row
+        text = ""
+        for file, name in names:
+            text = (ROOT / file.removesuffix("::")).read_text() if file else text
+            assert f"def {name}(" in text, (file, name)

@@ -1,4 +1,4 @@
-"""Speculative decoding under pressure: drafts that are right or wrong change neither tokens nor log probabilities."""
+"""Speculative decoding under pressure: right and wrong drafts change neither tokens nor log probabilities."""
 
 from collections.abc import Sequence
 from typing import Any
