@@ -34,6 +34,7 @@ def test_defaults() -> None:
         max_hot_rows=8192,
         low_watermark=0.08,
         high_watermark=0.20,
+        prefix_share=0.5,
         policy=DEFAULT_POLICY,
         skip_io=False,
         prefill_staging_mib=256,
@@ -54,6 +55,7 @@ def test_every_option_is_read() -> None:
         "host_pool_gib": 2,
         "low_watermark": 0,
         "high_watermark": 1,
+        "prefix_share": 0.25,
         "policy": "lru",
         "skip_io": True,
         "prefill_staging_mib": 7,
@@ -111,7 +113,7 @@ BAD_OPTIONS = [
         {"host_pool_gb": 1},
         "got unknown options ['host_pool_gb'] for HiSparseConnector; need keys among ['always_host', "
         "'high_watermark', 'host_pool_gib', 'low_watermark', 'max_hot_rows', 'max_indexer_pages', 'policy', "
-        "'prefill_staging_mib', 'skip_io', 'trace_max_mib', 'trace_path'] because a misspelt "
+        "'prefill_staging_mib', 'prefix_share', 'skip_io', 'trace_max_mib', 'trace_path'] because a misspelt "
         "option would be ignored silently",
     ),
     ({"fault": "nocopy"}, "got unknown options ['fault']"),
@@ -121,6 +123,7 @@ BAD_OPTIONS = [
     ({"host_pool_gib": float("nan")}, "got host_pool_gib=nan; need a finite size"),
     ({"host_pool_gib": "384"}, "got host_pool_gib='384' of type str; need float because"),
     ({"host_pool_gib": True}, "got host_pool_gib=True of type bool; need float because"),
+    ({"prefix_share": 1}, "got prefix_share=1; need 0 <= prefix_share < 1 because"),
     ({"skip_io": 1}, "got skip_io=1 of type int; need bool because"),
     ({"max_hot_rows": 4096.0}, "got max_hot_rows=4096.0 of type float; need int because"),
     (

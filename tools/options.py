@@ -9,6 +9,8 @@ MEANINGS = {
     "low_watermark": "Share of free device blocks below which pages are given up.",
     "high_watermark": "Share of free device blocks below which sealed pages are copied to the host, and "
     "above which pages return and hot regions grow.",
+    "prefix_share": "Share of the device pool, at most, that is kept for prefixes of ended requests: indexer "
+    "keys, which the host does not have. Pages of running requests that the host has go first.",
     "max_hot_rows": "Slots that a hot region may grow to. By default four times top-k, or the size it "
     "starts with if that is more or is set by `device_buffer_size`.",
     "policy": f"Which slot gives way to a miss: {' or '.join(f'`{name}`' for name in config.POLICIES)}.",

@@ -28,6 +28,7 @@ _OPTIONS: dict[str, tuple[type, Any]] = {
     "host_pool_gib": (float, None),
     "low_watermark": (float, 0.08),
     "high_watermark": (float, 0.20),
+    "prefix_share": (float, 0.5),
     "max_hot_rows": (int, None),
     "policy": (str, DEFAULT_POLICY),
     "skip_io": (bool, False),
@@ -58,6 +59,7 @@ class HiSparseConfig:
     max_hot_rows: int  # slots that an elastic region may grow to
     low_watermark: float = 0.08  # fewer free blocks than this share: spill
     high_watermark: float = 0.20  # more free blocks than this share: restore, grow hot regions
+    prefix_share: float = 0.5  # at most this much of the pool keeps what ended requests have left there alone
     policy: str = DEFAULT_POLICY
     skip_io: bool = False  # no-IO oracle: outputs are wrong, only for measuring
     prefill_staging_mib: int = 256
@@ -188,6 +190,12 @@ def _check_options(options: Mapping[str, Any]) -> None:
             got=f"low_watermark={low:g}, high_watermark={high:g}",
             need="0 <= low < high <= 1",
             because="they are shares of the device pool, and restoring starts above where spilling starts",
+        )
+    if not 0 <= options["prefix_share"] < 1:
+        raise user_error(
+            got=f"prefix_share={options['prefix_share']:g}",
+            need="0 <= prefix_share < 1",
+            because="it is the part of the device pool that running requests leave to prefixes",
         )
     if options["policy"] not in POLICIES:
         raise user_error(

@@ -55,7 +55,7 @@ class HiSparseCoordinator:
         self.config = config
         group_ids = [m.kv_cache_group_id for m in self.resident]
         self.host_pool = HostPool(layout.num_host_blocks, self.pool, group_ids)
-        self.leases = PageLeases(self.source, self.resident, self.host_pool)
+        self.leases = PageLeases(self.source, self.resident, self.host_pool, config.prefix_share)
         self.regions = RegionLeases(self.pool, layout)
         self.ledger = TransferLedger(num_ranks)
         self.transfer = self.ledger.open(self.host_pool.epoch)  # what this step's message will ask for

@@ -16,6 +16,7 @@ from .host_pool import HostPool
 from .managers import ResidentManager, SourceManager
 from .records import Record
 from .residency import STATES, Device, Event, Host, PageState
+from .reuse import ReuseOrder
 from .transfers import PageCopy, Transfer
 
 __all__ = ["PageCounters", "PageLeases"]
@@ -43,7 +44,11 @@ class PageLeases:
     """
 
     def __init__(
-        self, source: SourceManager, resident: Sequence[ResidentManager], host_pool: HostPool
+        self,
+        source: SourceManager,
+        resident: Sequence[ResidentManager],
+        host_pool: HostPool,
+        prefix_share: float,
     ) -> None:
         self._source = source
         self._resident = resident
@@ -51,6 +56,7 @@ class PageLeases:
         self._pool = resident[0].block_pool
         self._num_parts = len(resident)
         self.extents = Extents(host_pool)
+        self.order = ReuseOrder(self._pool, prefix_share)
         self.counters = PageCounters()
         self._loose: dict[
             int, dict[tuple[Record, int], None]
@@ -135,7 +141,7 @@ class PageLeases:
         record.pages.advance(page, Event.UNPIN)
         for block in blocks:
             self._loose.setdefault(block.block_id, {})[record, page] = None
-        self._pool.unpin_blocks(blocks, self._on_reuse)
+        self.order.release(blocks, self._on_reuse)
         self.counters.unpinned += 1
 
     def evict(self, record: Record, page: int) -> None:
@@ -182,8 +188,8 @@ class PageLeases:
             if device is Device.LOOSE:
                 self._disown(record, page)
                 self._clear(record, page)
-            elif device is Device.ARRIVING or (device is Device.LEASED and host is Host.PENDING):
-                self._pool.unpin_blocks(self.device_blocks(record, page), self._on_reuse)
+            elif device is Device.ARRIVING or (device is Device.LEASED and host is not Host.NONE):
+                self.order.release(self.device_blocks(record, page), self._on_reuse)
                 self._clear(record, page)
         return kept
 

@@ -1,6 +1,6 @@
 """Which pages leave the device, which return, and when. Decisions only; the coordinator carries them out.
 
-Levels of free device blocks, from an idle pool to a full one:
+Levels of free device blocks, less what is kept for prefixes (`reuse.py`), from an idle pool to a full one:
 
 - above *high*: nothing is copied; requests whose pages are away get them back, a few a step, if all of them
   fit above high.
@@ -40,6 +40,7 @@ class Pressure:
     def __init__(self, coordinator: "HiSparseCoordinator") -> None:
         self._coordinator = coordinator
         self._pool = coordinator.pool
+        self._order = coordinator.leases.order
         self._parts = coordinator.layout.num_parts
         config = coordinator.config
         self.low = config.low_blocks(coordinator.pool.num_gpu_blocks)
@@ -68,6 +69,7 @@ class Pressure:
     def note_adoption(self, record: Record) -> None:
         """The request starts on a prefix hit. The step that hits a page may be the one that writes it."""
         self._fresh.add(record)
+        self._order.is_stale = True  # what was kept may be in use again
         self.note_clean(record)
 
     def note_clean(self, record: Record) -> None:
@@ -109,6 +111,7 @@ class Pressure:
         self._fresh.discard(record)
         self.regions.held.pop(record, None)
         self._clean.pop(record, None)
+        self._order.is_stale = True
         self.note_completion()
 
     # ---- reclaiming
@@ -154,7 +157,7 @@ class Pressure:
             no_id = cost > 0 and self._coordinator.regions.num_free_ids <= kept_ids
             if len(pages) * self._parts <= cost or no_id:
                 continue
-            for page in pages:
+            for page in reversed(pages):  # what is released last is reused first
                 self._coordinator.leases.unpin(record, page)
             if cost:
                 self._coordinator.grant_region(record)
@@ -162,7 +165,12 @@ class Pressure:
 
     def relieve(self) -> None:
         """Return leases until the low watermark is reached again."""
-        self.reclaim(self.low)
+        self._reach_low(self._order.num_spare(self.low))
+
+    def _reach_low(self, num_spare: int) -> None:
+        """Reclaim what `num_spare` lacks; what is kept for prefixes stays on top of it."""
+        if num_spare < self.low:
+            self.reclaim(self._pool.get_num_free_blocks() + self.low - num_spare)
 
     def _victims(self) -> Iterator[Record]:
         candidates = [(r.region is None, -r.pages.num_unpinnable, n, r) for n, r in enumerate(self._clean)]
@@ -212,7 +220,7 @@ class Pressure:
 
     def step(self) -> None:
         """After a step's allocations: materialise, relieve, restore, each if its level says so."""
-        free = self._pool.get_num_free_blocks()
+        free = self._order.num_spare(self.high + 1)
         self._note_level(free)
         if free < self._copy_below or self._is_short:
             self._materialise()
@@ -221,10 +229,10 @@ class Pressure:
         if self._is_short:
             self.regions.shrink(self._pool.num_gpu_blocks)
         if free < self.low:
-            self.reclaim(self.low - self.regions.shrink(self.low - free))
+            self._reach_low(free + self.regions.shrink(self.low - free))
         elif free > self.high and self.regions.held and not self._always_host:
             self._restore()
-            self.regions.grow(self._pool.get_num_free_blocks() - self.high)
+            self.regions.grow(self._order.num_spare() - self.high)
         self._fresh.clear()
         self._is_short = False
 
@@ -266,8 +274,7 @@ class Pressure:
 
     def _restore(self) -> None:
         """Bring back the pages of requests that fit above high as a whole."""
-        free = self._pool.get_num_free_blocks()
-        if free < self._restorable_at:
+        if self._order.num_spare() < self._restorable_at:
             return
         budget, needed = MAX_RESTORED_PAGES, self._pool.num_gpu_blocks
         for record in list(self.regions.held):
@@ -275,7 +282,7 @@ class Pressure:
                 del self.regions.held[record]
                 continue
             away = record.pages.count(PageState.HOST, PageState.LOOSE, PageState.DRAINING)
-            if self._pool.get_num_free_blocks() < self.high + away * self._parts:
+            if self._order.num_spare() < self.high + away * self._parts:
                 needed = min(needed, self.high + away * self._parts)
                 continue
             needed = 0

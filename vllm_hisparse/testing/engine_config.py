@@ -55,6 +55,7 @@ class EngineOptions:
     max_hot_rows: int = 8  # that a region may grow to
     low: float = 0.2
     high: float = 0.5
+    prefix_share: float = 0.0  # levels are of all free blocks
     prefix_caching: bool = True
     async_scheduling: bool = False
     eager_host_mirror: bool = True
@@ -128,6 +129,7 @@ def make_vllm_config(options: EngineOptions, directory: Path) -> Any:
             "host_pool_gib": (options.num_host_blocks + 0.5) * _host_block_bytes(options) / GIB,
             "low_watermark": options.low,
             "high_watermark": options.high,
+            "prefix_share": options.prefix_share,
             "max_hot_rows": options.max_hot_rows,
             "always_host": options.always_host,
         },

@@ -44,6 +44,7 @@ OPTIONS: dict[str, Any] = {
     "host_pool_gib": 0.05,
     "low_watermark": 0.5,
     "high_watermark": 0.6,
+    "prefix_share": 0.0,
     "prefill_staging_mib": 8,
     "max_indexer_pages": 1,
 }

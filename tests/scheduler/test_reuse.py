@@ -1,0 +1,70 @@
+"""What the pool hands out first: pages that the host has too, before what only the device has."""
+
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from vllm_hisparse.testing.scheduler import SchedulerRig
+
+# A page is 4 tokens and takes a resident and an indexer block.
+POOL = {"num_device_blocks": 61, "high": 0.9}
+
+
+def run_one(rig: SchedulerRig, request_id: str, tokens: range) -> None:
+    rig.add(request_id, tokens, max_tokens=1)
+    rig.run()
+
+
+def num_hit_tokens(rig: SchedulerRig, tokens: range) -> int:
+    request = rig.add("probe", [*tokens, 39], max_tokens=1)
+    num_tokens = rig.scheduler.kv_cache_manager.get_computed_blocks(request)[1]
+    rig.scheduler.finish_requests("probe", RequestStatus.FINISHED_ABORTED)
+    return int(num_tokens)
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_keys_outlive_pages_that_the_host_has(make_rig: Any, num_parts: int) -> None:
+    """Other requests have used all blocks but as many as hold its keys and the page that was never copied."""
+    rig = make_rig(num_device_blocks=1 + 60 * (num_parts + 1) // 2, num_parts=num_parts, low=0.0, high=0.9)
+    run_one(rig, "a", range(40))
+    pool = rig.coordinator.pool
+    assert num_hit_tokens(rig, range(40)) == 40
+    num_on_host = sum(rig.coordinator.host_pool.is_published(block) for block in range(1, 120))
+    assert num_on_host >= 4
+    kept = 10 + (10 - num_on_host) * num_parts
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - kept)
+    assert num_hit_tokens(rig, range(40)) == 40
+    pool.free_blocks(taken)
+
+
+@pytest.mark.parametrize(("share", "gives_up"), [(0.0, False), (0.5, True)])
+def test_kept_keys_are_not_free(make_rig: Any, share: float, gives_up: bool) -> None:
+    """Twelve blocks are free when b decodes: above low, but the keys of a are in them."""
+    rig = make_rig(**POOL, low=0.15, prefix_share=share)
+    run_one(rig, "a", range(48))
+    rig.add("b", range(100, 194), max_tokens=2)
+    while "b" not in rig.coordinator.records or rig.requests["b"].num_computed < 94:
+        rig.step()
+    assert (rig.coordinator.records["b"].region is not None) is gives_up
+    assert rig.coordinator.pressure.low == 9
+    rig.run()
+
+
+def test_what_is_kept_is_bounded(make_rig: Any) -> None:
+    rig = make_rig(**POOL, low=0.0, prefix_share=0.1)
+    order = rig.coordinator.leases.order
+    assert order.num_spare() == 60
+    run_one(rig, "a", range(48))
+    assert rig.coordinator.pool.get_num_free_blocks() == 60
+    assert order.num_spare() == 60 - 6
+    assert order.num_spare(ceiling=50) >= 50
+
+
+def test_a_reset_keeps_nothing(make_rig: Any) -> None:
+    rig = make_rig(**POOL, low=0.0, prefix_share=0.5)
+    run_one(rig, "a", range(48))
+    assert rig.coordinator.leases.order.num_spare() < 60
+    assert rig.reset()
+    run_one(rig, "b", range(50, 54))
+    assert rig.coordinator.leases.order.num_spare() >= 58

@@ -1,0 +1,72 @@
+"""Which free blocks the device pool hands out first, and how many of them nobody would miss.
+
+vLLM's free queue is in order of use. To us the loss of a block costs one of three things: nothing, if it is
+empty; reads from the host, if its page is there too; or a prefix, if only the device has it. The keys of the
+indexer are on the device alone, and without them a prefix hit on the host's pages is worth nothing. So pages
+that the host has go right after empty blocks. What ended requests have left on the device alone goes last,
+and, up to a share of the pool, does not count as free at the watermarks.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+__all__ = ["ReuseOrder"]
+
+RUN = 64  # empty blocks at the head of the queue; with more than that, order does not matter yet
+
+
+class ReuseOrder:
+    """The free queue of one device pool."""
+
+    def __init__(self, pool: BlockPool, kept_share: float) -> None:
+        self._pool = pool
+        self._max_kept = int(kept_share * pool.num_gpu_blocks)
+        self._num_kept = 0  # when it was last counted
+        self.is_stale = False  # ended requests have left something behind since then
+
+    def release(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
+        """Give back leases on blocks whose page the host has or is about to have."""
+        blocks = list(blocks)
+        self._pool.unpin_blocks(blocks, on_reuse)
+        queue = self._pool.free_block_queue
+        empty = list(islice(self._empty(), RUN))
+        if len(empty) == RUN:
+            return
+        moved = [*empty, *(block for block in blocks if block.ref_cnt == 0)]
+        for block in moved:
+            queue.remove(block)
+        queue.prepend_n(moved)
+
+    def num_spare(self, ceiling: int | None = None) -> int:
+        """Free blocks without those that are kept for prefixes.
+
+        Counts anew, in O(free blocks), only if requests have ended or started on a prefix since the last
+        time. A number of at least `ceiling`, where there is one, may be too low.
+        """
+        free = self._pool.get_num_free_blocks()
+        if ceiling is not None and free - self._max_kept >= ceiling:
+            return free - self._max_kept
+        if self.is_stale:
+            self.is_stale = False
+            self._num_kept = sum(1 for block in self._free() if not self._is_spare(block))
+        return free - min(self._num_kept, self._max_kept, free)
+
+    def _is_spare(self, block: KVCacheBlock) -> bool:
+        return block.block_hash is None or block.block_id in self._pool._reuse_watchers
+
+    def _empty(self) -> Iterator[KVCacheBlock]:
+        for block in self._free():
+            if block.block_hash is not None or block.block_id in self._pool._reuse_watchers:
+                return
+            yield block
+
+    def _free(self) -> Iterator[KVCacheBlock]:
+        """Free blocks, next to be handed out first."""
+        queue = self._pool.free_block_queue
+        block = queue.fake_free_list_head.next_free_block
+        while block is not None and block is not queue.fake_free_list_tail:
+            yield block
+            block = block.next_free_block
