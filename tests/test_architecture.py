@@ -19,7 +19,7 @@ LAYERS = (
     {"connector", "cpu"},
     {"scheduler", "worker"},
     {"runtime"},
-    {"planning", "metrics", "policies"},
+    {"planning", "metrics", "policies", "engine_checks"},
     {"messages", "ops", "traces"},
     {"config"},
 )

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.planning.engines import connector, engine, multi
-from vllm_hisparse.config import DEFAULT_POLICY, MAX_HOT_ROWS, HiSparseConfig, validate_engine
+from vllm_hisparse.config import DEFAULT_POLICY, MAX_HOT_ROWS, HiSparseConfig
+from vllm_hisparse.engine_checks import validate_engine
 
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}}
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}

@@ -21,7 +21,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from .config import HiSparseConfig, read_options, validate_engine
+from .config import HiSparseConfig, read_options
+from .engine_checks import validate_engine
 from .messages import Acknowledgement, encode
 from .metrics import HiSparsePromMetrics, HiSparseStats
 from .planning.layout import layout_from

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
-from vllm_hisparse.config import CONNECTOR, validate_engine
+from vllm_hisparse.config import CONNECTOR
+from vllm_hisparse.engine_checks import validate_engine
 
 if TYPE_CHECKING:
     from vllm.config import CUDAGraphMode, VllmConfig
