@@ -148,6 +148,27 @@ def test_a_newcomer_may_give_up_its_own_hit(make_rig: Any) -> None:
     assert len(rig.outputs["b"]) == 4
 
 
+def test_a_newcomer_that_needs_a_region_and_gives_up_pages_gets_one_region(make_rig: Any) -> None:
+    """Its first page is on the host only; the others are on both tiers and make room for its own growth."""
+    rig = make_rig(**POOL)
+    prompt = list(range(60))
+    rig.add("a", prompt, max_tokens=4)
+    rig.run()
+    coordinator = rig.coordinator
+    request = rig.add("b", [*prompt, *range(60, 92)], max_tokens=4)
+    first = coordinator.host_pool.device_blocks(request.block_hashes[0])
+    assert first is not None
+    coordinator.pool.evict_blocks({b.block_id for b in first})
+    taken = coordinator.pool.get_new_blocks(8)  # as if other requests held them
+    rig.scheduler.schedule()
+    record = coordinator.records["b"]
+    assert record.region is not None
+    assert (coordinator.regions.counters.granted, len(coordinator.regions.leased)) == (1, 1)
+    assert record.pages.num_host_only > 0
+    assert coordinator.leases.counters.unpinned > 0
+    coordinator.pool.free_blocks(taken)
+
+
 def test_blocks_for_external_tokens_are_made_room_for(make_rig: Any) -> None:
     """What a second connector loads is allocated before anything else: the promise holds for it, too."""
     rig = make_rig(**POOL)

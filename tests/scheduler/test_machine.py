@@ -37,6 +37,8 @@ ENGINES = st.fixed_dictionaries(
         "low": st.sampled_from([0.0, 0.1, 0.3]),
         "high": st.sampled_from([0.35, 0.7]),
         "eager_host_mirror": st.booleans(),
+        "always_host": st.sampled_from([False, False, False, True]),
+        "prefix_share": st.sampled_from([0.0, 0.5]),
         "max_requests": st.sampled_from([2, 6]),
         "max_step_tokens": st.sampled_from([12, 40]),
         "max_model_len": st.sampled_from([48, 96]),
