@@ -8,7 +8,7 @@ Levels of free device blocks, less what is kept for prefixes (`reuse.py`), from 
   once later. With `eager_host_mirror` off this starts at *low* only.
 - below *low*: leases of materialised pages go back, just enough to reach low again.
 - above *high* too: regions of requests whose selections miss grow, as long as the level stays above high.
-  Below *low* what they have above the floor goes back first.
+  Below *low* what they have grown goes back first, and what else they have above the floor last.
 - no free block: whatever an allocation misses is reclaimed on the spot, in the same order.
 
 A request gives up pages only together with a hot region to read them through, and only if that frees more
@@ -227,14 +227,21 @@ class Pressure:
         if self._always_host:
             self._evict_all()
         if self._is_short:
-            self.regions.shrink(self._pool.num_gpu_blocks)
+            self.regions.take_excess(self._pool.num_gpu_blocks)
         if free < self.low:
-            self._reach_low(free + self.regions.shrink(self.low - free))
+            self.regions.take_grown(self.low - free - self._num_returning())
+            self._reach_low(free + self._num_returning())
+            self.regions.take_excess(self.low - self._order.num_spare(self.low) - self._num_returning())
         elif free > self.high and self.regions.held and not self._always_host:
             self._restore()
             self.regions.grow(self._order.num_spare() - self.high)
         self._fresh.clear()
         self._is_short = False
+
+    def _num_returning(self) -> int:
+        """Blocks of regions that come back as soon as their slots are acknowledged as dead."""
+        coordinator = self._coordinator
+        return sum(len(cut.blocks) for t in (*coordinator.ledger, coordinator.transfer) for cut in t.cuts)
 
     def _evict_all(self) -> None:
         """The option `always_host`: decoding requests keep nothing on the device that the host has."""

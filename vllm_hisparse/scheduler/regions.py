@@ -68,7 +68,10 @@ class RegionLeases:
         self._layout = layout
         self._free_ids = list(range(layout.num_regions - 1, -1, -1))
         self._leased: dict[int, Region] = {}
+        self.start = layout.start_hot_blocks  # blocks of each part of a new region
+        self.floor = layout.floor_hot_blocks  # those that hold one step's selections
         self.num_excess_blocks = 0  # of each part above the floor, of all regions that are held
+        self.num_grown_blocks = 0  # of these, above the start size
         self.counters = RegionCounters()
 
     @property
@@ -107,7 +110,7 @@ class RegionLeases:
         parts = self._take(self._layout.start_hot_blocks)
         region = Region(self._free_ids.pop(), self._layout.page_tokens, parts)
         self._leased[region.region_id] = region
-        self.num_excess_blocks += self.excess(region)
+        self._resized(self.floor, region.num_blocks)
         self.counters.granted += 1
         return region
 
@@ -115,7 +118,7 @@ class RegionLeases:
         """Add blocks to every part. The caller has checked the pool's free blocks and `room_to_grow`."""
         for part, blocks in zip(region.blocks, self._take(num_blocks), strict=True):
             part.extend(blocks)
-        self.num_excess_blocks += num_blocks
+        self._resized(region.num_blocks - num_blocks, region.num_blocks)
         self.counters.grown_blocks += num_blocks * self._layout.num_parts
 
     def shrink(self, region: Region, num_blocks: int) -> Cut:
@@ -123,13 +126,13 @@ class RegionLeases:
         blocks = [b for part in region.blocks for b in part[-num_blocks:]]
         for part in region.blocks:
             del part[-num_blocks:]
-        self.num_excess_blocks -= num_blocks
+        self._resized(region.num_blocks + num_blocks, region.num_blocks)
         self.counters.shrunk_blocks += len(blocks)
         return Cut(blocks, None)
 
     def close(self, region: Region) -> Cut:
         """Take the whole region away."""
-        self.num_excess_blocks -= self.excess(region)
+        self._resized(region.num_blocks, self.floor)
         self.counters.returned += 1
         return Cut([b for part in region.blocks for b in part], region)
 
@@ -139,6 +142,10 @@ class RegionLeases:
             del self._leased[cut.region.region_id]
             self._free_ids.append(cut.region.region_id)
         self._pool.free_blocks(cut.blocks)
+
+    def _resized(self, before: int, after: int) -> None:
+        self.num_excess_blocks += after - before
+        self.num_grown_blocks += max(after - self.start, 0) - max(before - self.start, 0)
 
     def _take(self, num_blocks: int) -> list[list[KVCacheBlock]]:
         taken = self._pool.get_new_blocks(self._layout.num_parts * num_blocks)
@@ -150,7 +157,9 @@ class RegionLeases:
         assert len(self._free_ids) + len(self._leased) == self._layout.num_regions, "region ids lost"
         owners = [r.region_id for r in held] + [c.region.region_id for c in cuts if c.region is not None]
         assert sorted(owners) == sorted(self._leased), "regions without a holder"
-        assert sum(self.excess(r) for r in held) == self.num_excess_blocks, "excess blocks miscounted"
+        excess, grown = self.num_excess_blocks, self.num_grown_blocks
+        assert sum(self.excess(r) for r in held) == excess, "excess blocks miscounted"
+        assert sum(max(r.num_blocks - self.start, 0) for r in held) == grown, "grown blocks miscounted"
         blocks = [b for r in held for part in r.blocks for b in part] + [b for c in cuts for b in c.blocks]
         assert len({b.block_id for b in blocks}) == len(blocks), "a block is in two regions"
         assert all(b.ref_cnt == 1 for b in blocks), "a region's block is not leased once"
