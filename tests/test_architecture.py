@@ -13,6 +13,7 @@ PACKAGE = ROOT / "vllm_hisparse"
 # Top to bottom. A module may import from layers below its own, and from its own folder.
 LAYERS = (
     {"cli"},
+    {"simulation"},
     {"testing"},
     {"plugin"},
     {"compat"},

@@ -7,6 +7,7 @@ from vllm_hisparse.cli.demo.command import demo
 from vllm_hisparse.cli.doctor.command import doctor
 from vllm_hisparse.cli.plan import plan
 from vllm_hisparse.cli.simulate import app as simulate
+from vllm_hisparse.cli.simulate_residency import residency_command
 from vllm_hisparse.cli.trace import app as trace
 from vllm_hisparse.cli.version import version
 
@@ -23,5 +24,6 @@ app.command()(plan)
 app.command()(doctor)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
 app.command()(version)
+simulate.command("residency")(residency_command)
 app.add_typer(simulate, name="simulate")
 app.add_typer(trace, name="trace")

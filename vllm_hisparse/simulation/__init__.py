@@ -1,0 +1,1 @@
+"""Serving without devices: vLLM's scheduler and our coordinator as they are, time and workers modelled."""
