@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 __all__ = ["ReuseOrder"]
 
-RUN = 64  # empty blocks at the head of the queue; with more than that, order does not matter yet
+RUN = 16  # empty blocks at the head of the queue; with more than that, order does not matter yet
 
 
 class ReuseOrder:
