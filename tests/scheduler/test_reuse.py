@@ -61,6 +61,23 @@ def test_what_is_kept_is_bounded(make_rig: Any) -> None:
     assert order.num_spare(ceiling=50) >= 50
 
 
+def test_host_pages_are_published_with_events(make_rig: Any) -> None:
+    """vLLM describes a published block by its place in the row, which here is the only one there is."""
+    rig = make_rig(**POOL, low=0.0)
+    pools = (rig.coordinator.pool, rig.coordinator.host_pool)
+    for pool in pools:
+        pool.enable_kv_cache_events = True
+    events: list[Any] = []
+    take = rig.coordinator.pool.take_events
+    rig.coordinator.pool.take_events = lambda: events.extend(taken := take()) or taken
+    run_one(rig, "a", range(24))
+    stored = [e for e in events if type(e).__name__ == "BlockStored"]
+    on_host = [e for e in stored if e.medium == "CPU"]
+    assert len(on_host) >= 4
+    assert [e.token_ids for e in on_host] == [[4 * p + i for i in range(4)] for p in range(len(on_host))]
+    assert all(e.parent_block_hash is not None for e in on_host[1:])
+
+
 def test_a_reset_keeps_nothing(make_rig: Any) -> None:
     rig = make_rig(**POOL, low=0.0, prefix_share=0.5)
     run_one(rig, "a", range(48))

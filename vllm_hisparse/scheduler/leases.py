@@ -55,6 +55,7 @@ class PageLeases:
         self._host_pool = host_pool
         self._pool = resident[0].block_pool
         self._num_parts = len(resident)
+        self._rows = [m.req_to_blocks for m in resident]
         self.extents = Extents(host_pool)
         self.order = ReuseOrder(self._pool, prefix_share)
         self.counters = PageCounters()
@@ -69,7 +70,8 @@ class PageLeases:
 
     def device_blocks(self, record: Record, page: int) -> tuple[KVCacheBlock, ...]:
         """The page's device blocks, one a part; null blocks where the device copy is gone."""
-        return tuple(m.req_to_blocks[record.request_id][page] for m in self._resident)
+        request_id = record.request.request_id
+        return tuple([rows[request_id][page] for rows in self._rows])
 
     def hit_blocks(self, block: KVCacheBlock) -> list[KVCacheBlock]:
         """All parts' blocks of a prefix hit that the device has; nothing for one that only the host has."""

@@ -126,6 +126,7 @@ TRANSITIONS: dict[tuple[PageState, Event], PageState] = {
     (PageState.RESTORING, Event.COMPLETED): PageState.CLEAN,
 }
 
+_BY_VALUE = tuple(PageState)  # faster than calling the class
 ON_DEVICE = frozenset(s for s, (device, _, _) in STATES.items() if device in (Device.LEASED, Device.LOOSE))
 UNPINNABLE = frozenset(s for s, e in TRANSITIONS if e is Event.UNPIN)
 RECLAIMED = frozenset(s for s, (device, _, _) in STATES.items() if device is Device.LOOSE)
@@ -166,7 +167,7 @@ class PageTable:
         return len(self._states)
 
     def __getitem__(self, page: int) -> PageState:
-        return PageState(self._states[page])
+        return _BY_VALUE[self._states[page]]
 
     def append(self, state: PageState) -> int:
         """Add the next page in `state` (a fresh page, or one adopted from a prefix hit).
@@ -182,7 +183,7 @@ class PageTable:
 
         Raises IllegalTransition; then nothing has changed.
         """
-        state = PageState(self._states[page])
+        state = _BY_VALUE[self._states[page]]
         after = TRANSITIONS.get((state, event))
         if after is None:
             raise IllegalTransition(self._owner, page, state, event)

@@ -8,14 +8,13 @@ and, up to a share of the pool, does not count as free at the watermarks.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 __all__ = ["ReuseOrder"]
 
-RUN = 16  # empty blocks at the head of the queue; with more than that, order does not matter yet
+RUN = 8  # empty blocks at the head of the queue; with more than that, order does not matter yet
 
 
 class ReuseOrder:
@@ -31,10 +30,14 @@ class ReuseOrder:
         """Give back leases on blocks whose page the host has or is about to have."""
         blocks = list(blocks)
         self._pool.unpin_blocks(blocks, on_reuse)
+        empty = []
+        for block in self._free():
+            if block.block_hash is not None or block.block_id in self._pool._reuse_watchers:
+                break
+            empty.append(block)
+            if len(empty) == RUN:
+                return
         queue = self._pool.free_block_queue
-        empty = list(islice(self._empty(), RUN))
-        if len(empty) == RUN:
-            return
         moved = [*empty, *(block for block in blocks if block.ref_cnt == 0)]
         for block in moved:
             queue.remove(block)
@@ -56,12 +59,6 @@ class ReuseOrder:
 
     def _is_spare(self, block: KVCacheBlock) -> bool:
         return block.block_hash is None or block.block_id in self._pool._reuse_watchers
-
-    def _empty(self) -> Iterator[KVCacheBlock]:
-        for block in self._free():
-            if block.block_hash is not None or block.block_id in self._pool._reuse_watchers:
-                return
-            yield block
 
     def _free(self) -> Iterator[KVCacheBlock]:
         """Free blocks, next to be handed out first."""
