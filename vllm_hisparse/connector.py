@@ -1,7 +1,6 @@
 """vLLM's connector interface: dispatch by role and forwarding, nothing else."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -219,8 +218,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         meta = self._get_connector_metadata()
         assert isinstance(meta, HiSparseMetadata)
         request_ids = kwargs.get("request_ids") or []
-        lengths = partial(_context_length, kwargs.get("scheduler_output"), request_ids)
-        self._rank.begin_step(meta.payload, request_ids, lengths)
+        self._rank.begin_step(meta.payload, request_ids, kwargs.get("scheduler_output"))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is loaded layer by layer."""
@@ -243,15 +241,3 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         """This rank's acknowledgement."""
         ack = self._rank.take_acknowledgement()
         return None if ack is None else HiSparseWorkerMetadata(ack)
-
-
-def _context_length(scheduler_output: SchedulerOutput, request_ids: list[str], batch_row: int) -> int:
-    """Tokens of a request's context with this step's.
-
-    Exact for prefills; drafts may make a decode's shorter.
-    """
-    request_id = request_ids[batch_row]
-    cached = scheduler_output.scheduled_cached_reqs
-    known = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    known.update((r.req_id, r.num_computed_tokens) for r in scheduler_output.scheduled_new_reqs)
-    return int(known[request_id] + scheduler_output.num_scheduled_tokens[request_id])

@@ -4,7 +4,6 @@ First with a version that is not supported, then with a symbol of another signat
 first two must change nothing, so one process can do all three.
 """
 
-import importlib
 import inspect
 import json
 from typing import Any
@@ -15,14 +14,14 @@ from vllm import version as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from vllm_hisparse.compat.install import CONNECTOR, check_version, install
+from vllm_hisparse.compat.install import CONNECTOR, check_version, install, seam_place
 from vllm_hisparse.compat.ledger import LEDGER, Seam
 
 VERSION = check_version()
 
 
 def current(seam: Seam) -> Any:
-    return getattr(importlib.import_module(seam.modules[VERSION]), seam.symbol)
+    return getattr(*seam_place(seam, VERSION))
 
 
 def state() -> list[Any]:
@@ -51,7 +50,7 @@ def with_another_signature(seam: Seam) -> dict[str, Any]:
     def changed(something: Any, else_: Any) -> None:
         raise NotImplementedError
 
-    with patch.object(importlib.import_module(seam.modules[VERSION]), seam.symbol, changed):
+    with patch.object(*seam_place(seam, VERSION), changed):
         return attempt()
 
 

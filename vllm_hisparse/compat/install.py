@@ -6,7 +6,7 @@ from typing import Any
 
 from .ledger import LEDGER, MIN_VERSION, NEXT_UNSUPPORTED_VERSION, Seam
 
-__all__ = ["UnsupportedError", "check_seam", "check_version", "install", "refuse"]
+__all__ = ["UnsupportedError", "check_seam", "check_version", "install", "refuse", "seam_place"]
 
 CONNECTOR = "HiSparseConnector"
 _installed = False
@@ -26,10 +26,10 @@ def install() -> None:
     if _installed:
         return
     version = check_version()
-    rebindings = [(seam.modules[version], seam.symbol, check_seam(seam, version)) for seam in LEDGER]
+    rebindings = [(*seam_place(seam, version), check_seam(seam, version)) for seam in LEDGER]
     _register()
-    for module, symbol, replacement in rebindings:
-        setattr(importlib.import_module(module), symbol, replacement)
+    for owner, name, replacement in rebindings:
+        setattr(owner, name, replacement)
     _installed = True
 
 
@@ -66,7 +66,7 @@ def check_seam(seam: Seam, version: tuple[int, int]) -> Any:
 
     Raises UnsupportedError otherwise.
     """
-    theirs = getattr(importlib.import_module(seam.modules[version]), seam.symbol, None)
+    theirs = getattr(*seam_place(seam, version), None)
     module, attribute = seam.replacement.split(":")
     ours = getattr(importlib.import_module(f"vllm_hisparse.{module}"), attribute)
     for owner, function in (("vLLM's", theirs), ("our", ours)):
@@ -79,6 +79,13 @@ def check_seam(seam: Seam, version: tuple[int, int]) -> Any:
                 f"vllm-hisparse needs {seam.parameters} because {seam.why}"
             )
     return ours
+
+
+def seam_place(seam: Seam, version: tuple[int, int]) -> tuple[Any, str]:
+    """(module or class, name in it) of what `seam` replaces; the class is None if vLLM has none such."""
+    module = importlib.import_module(seam.modules[version])
+    owner, _, name = seam.symbol.rpartition(".")
+    return (getattr(module, owner, None) if owner else module), name
 
 
 def _register() -> None:

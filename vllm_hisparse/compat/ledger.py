@@ -16,7 +16,7 @@ NEXT_UNSUPPORTED_VERSION = (0, 34)
 class Seam:
     """One rebinding. `modules` maps a vLLM minor version to the module whose attribute is replaced."""
 
-    symbol: str
+    symbol: str  # in the module, or "Class.method"
     modules: dict[tuple[int, int], str]
     parameters: tuple[str, ...]  # names of the parameters, ours and vLLM's alike
     replacement: str  # "module:attribute" inside this package
@@ -27,6 +27,7 @@ class Seam:
 _PLANNING = {(0, 32): "vllm.v1.core.kv_cache_utils", (0, 33): "vllm.v1.core.kv_cache_planning"}
 _ATTN_UTILS = dict.fromkeys([(0, 32), (0, 33)], "vllm.v1.worker.gpu.attn_utils")
 _SPARSE_MLA = dict.fromkeys([(0, 32), (0, 33)], "vllm.model_executor.layers.attention.sparse_mla_attention")
+_FLASHMLA = dict.fromkeys([(0, 32), (0, 33)], "vllm.v1.attention.backends.mla.flashmla_sparse")
 _INDEX_GROUP = dict.fromkeys([(0, 32), (0, 33)], "vllm.v1.attention.backends.mla.index_group")
 
 LEDGER = (
@@ -97,5 +98,20 @@ LEDGER = (
         replacement="runtime.index_group:HiSparseIndexGroup",
         why="selections are resolved by our resolver; a subclass, so that vLLM's isinstance checks hold",
         drop_when="the index group class is looked up in a registry",
+    ),
+    Seam(
+        symbol="FlashMLASparseImpl._forward_bf16_kv",
+        modules=_FLASHMLA,
+        parameters=(
+            "self",
+            "q",
+            "kv_c_and_k_pe_cache",
+            "topk_indices",
+            "attn_metadata",
+            "actual_num_heads",
+        ),
+        replacement="runtime.bf16:forward_bf16",
+        why="vLLM's stages all prefills of a batch, in memory of whatever size their contexts need",
+        drop_when="the backend takes prefills in pieces, as it does for fp8 rows",
     ),
 )

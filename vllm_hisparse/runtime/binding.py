@@ -43,6 +43,8 @@ def init_kv_cache(
     Raises ValueError if the model's index groups are not the ones that were planned.
     """
     global _current
+    if device.type == "cuda":
+        _check_backends(forward_context)
     ops.load_library("cuda" if device.type == "cuda" else "cpu")
     layout = layout_from(vllm_config, kv_cache_config)
     runtime = HiSparseRuntime(layout, HiSparseConfig.from_vllm_config(vllm_config), device)
@@ -67,6 +69,20 @@ def init_kv_cache(
     caches.update((name, runtime.memory.indexer_pages(i)) for i, name in enumerate(layout.indexer_layers))
     _current = runtime
     return caches
+
+
+def _check_backends(forward_context: dict[str, Any]) -> None:
+    """Raises ValueError for an attention backend whose prefills cannot read context from the host."""
+    from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseImpl
+
+    for layer in forward_context.values():
+        if getattr(layer, "hisparse_cache", None) is not None and not isinstance(
+            layer.impl, FlashMLASparseImpl
+        ):
+            raise ValueError(
+                f"got attention backend {type(layer.impl).__name__}; need --attention-backend "
+                "FLASHMLA_SPARSE because prefills over context on the host are staged there"
+            )
 
 
 def _index_groups(layout: Layout, forward_context: dict[str, Any]) -> list[HiSparseIndexGroup]:

@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.mla import index_group as upstream
 from .layer import LayerHandle
 
 if TYPE_CHECKING:
-    from .prefill import PrefillGather
+    from .prefill import Piece, PrefillGather
     from .resolver import GroupResolver
 
 __all__ = ["HiSparseIndexGroup"]
@@ -117,20 +117,11 @@ class HiSparseIndexGroup(upstream.HiSparseMLAIndexGroup):
             self._layer(layer_index), handle.pages, dst, workspace_starts, first_row, batch_size
         )
 
-    def stage_prefill_rows(
-        self, layer_index: int, kv_cache: torch.Tensor, attn_metadata: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The prefills' contexts as (cache [pages, page_tokens, width], int32 block table, request of each
-        row).
-        """
-        num_decodes, num_decode_tokens = attn_metadata.num_decodes, attn_metadata.num_decode_tokens
-        cache, table = self._prefill.paged(
-            self._layer(layer_index),
-            num_decodes,
-            attn_metadata.num_reqs - num_decodes,
-            self.handles[layer_index].dtype,
-        )
-        return cache, table, attn_metadata.req_id_per_token[num_decode_tokens:] - num_decodes
+    def prefill_pieces(self, layer_index: int, topk: torch.Tensor, attn_metadata: Any) -> "Iterator[Piece]":
+        """The batch's prefills, whose selections are int32 [T, K]: query rows over one paged cache each."""
+        pages = self.handles[layer_index].pages
+        assert pages is not None
+        return self._prefill.pieces(self._layer(layer_index), pages, topk, attn_metadata.num_decodes)
 
     @property
     def _prefill(self) -> "PrefillGather":

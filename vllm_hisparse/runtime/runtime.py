@@ -17,6 +17,7 @@ from .prefill import PrefillGather
 from .recorder import Recorder
 from .resolver import GroupResolver, ResultBuffers
 from .staging import Staging
+from .step import StepShape
 from .tables import PageTables
 from .transfer import to_device
 
@@ -40,7 +41,7 @@ class HiSparseRuntime:
         self.tables = PageTables(layout, device)
         self.staging = Staging(self, device)
         self.prefill = PrefillGather(self) if device.type == "cuda" else None
-        self.lengths: Callable[[int], int] | None = None  # of the step: batch row -> tokens of context
+        self.step = StepShape(None, ())
         self.counters = Counters(len(layout.index_groups), device)
         self.heat = HeatProbe(layout, device)
         self.selection: tuple[torch.Tensor, torch.Tensor] | None = (
@@ -57,6 +58,7 @@ class HiSparseRuntime:
         self.is_resident = True  # every page of the batch can be read on the device
         self._regions: dict[int, tuple[int, int]] = {}  # request slot -> (region, slots)
         self._host_only: dict[int, set[int]] = {}  # request slot -> pages that only the host has
+        self._host_backed: set[int] = set()  # request slots that have such pages
 
     def add_group(self, group: "HiSparseIndexGroup") -> None:
         """Connect the next index group, in layer order."""
@@ -76,6 +78,7 @@ class HiSparseRuntime:
         self.heat.forget(slots)
         for slot in slots:
             self._host_only[slot] = set()
+            self._host_backed.discard(slot)
             self._regions.pop(slot, None)
 
     def unbind(self, slot: int) -> None:
@@ -102,6 +105,7 @@ class HiSparseRuntime:
         for write in writes:
             pages = self._host_only[write.slot]
             (pages.add if write.device_blocks[0] < 0 else pages.discard)(write.page)
+            (self._host_backed.add if pages else self._host_backed.discard)(write.slot)
 
     def set_batch(self, slots: list[int]) -> None:
         """Request slots of the coming forward's batch rows; an empty list makes every row padding."""
@@ -110,7 +114,7 @@ class HiSparseRuntime:
             self.tables.set_batch(slots)
         if self.recorder is not None:
             self.recorder.begin_step(slots)
-        self.is_resident = not any(self._host_only[slot] for slot in slots)
+        self.is_resident = self._host_backed.isdisjoint(slots) if self._host_backed else True
 
     def sample_misses(self) -> dict[int, int]:
         """Rows that the latest sampled step read from the host, by request slot, for slots with a region."""
@@ -124,11 +128,6 @@ class HiSparseRuntime:
         if query_start.numel() <= len(self.batch):
             return {}  # of a smaller batch: a graph was replayed, which runs no Python
         return self.heat.sample(topk, query_start, self.batch)
-
-    def context_length(self, batch_row: int) -> int:
-        """Tokens of a prefill's context, this step's included."""
-        assert self.lengths is not None, "no step has begun"
-        return self.lengths(batch_row)
 
     def num_host_only(self, slot: int) -> int:
         """Pages of the request slot that only the host has."""

@@ -94,6 +94,14 @@ class Staging:
         resident = tables.resident[self._runtime.layout.layer_part[layer], slot, first:end]
         self.collect(layer, resident, tables.host[slot, first:end], area)
 
+    def gather_pages(self, layer: int, slot: int, pages: torch.Tensor, area: torch.Tensor) -> None:
+        """Copy a request's pages int64 [n] into the first n of `area`, from whichever tier each of them is
+        on.
+        """
+        tables = self._runtime.tables
+        resident = tables.resident[self._runtime.layout.layer_part[layer], slot]
+        self.collect(layer, resident[pages], tables.host[slot, pages], area)
+
     def collect(
         self, layer: int, device_blocks: torch.Tensor, host_blocks: torch.Tensor, area: torch.Tensor
     ) -> None:

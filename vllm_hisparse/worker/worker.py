@@ -1,9 +1,10 @@
 """The worker side: applies the scheduler's messages to the runtime and counts what it has done."""
 
-from collections.abc import Callable
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_hisparse.messages import Acknowledgement, StepMessage, decode
 from vllm_hisparse.runtime.runtime import HiSparseRuntime
+from vllm_hisparse.runtime.step import StepShape
 
 from .copies import CopyQueue
 
@@ -22,23 +23,28 @@ class HiSparseWorker:
         self._copies = copies
         self._has_dummy_steps = has_dummy_steps
         self._slots: dict[str, int] = {}
+        self._request_ids: list[str] = []  # of the latest step's batch
+        self._batch: list[int] = []  # and their slots
         self._enqueued: dict[int, int] = {}
         self._misses: dict[int, int] = {}
         self._heat: dict[int, tuple[int, ...]] = {}
         self._num_steps = 0
 
     def begin_step(
-        self, payload: bytes, request_ids: list[str], lengths: Callable[[int], int] | None = None
+        self, payload: bytes, request_ids: list[str], scheduler_output: SchedulerOutput | None = None
     ) -> None:
         """Apply one message, before the forward of the batch `request_ids` (batch order; empty: no forward).
 
-        `lengths`: batch row -> tokens of context, this step's included; asked for prefills only.
+        `scheduler_output`: sizes of prefills are read from it.
         """
-        self.runtime.lengths = lengths
+        self.runtime.step = StepShape(scheduler_output, request_ids)
         message = decode(payload)
         if not message.is_empty:
             self._apply(message)
-        self.runtime.set_batch([self._slots[r] for r in request_ids])
+        if not message.is_empty or request_ids != self._request_ids:
+            self._request_ids = list(request_ids)
+            self._batch = [self._slots[r] for r in request_ids]
+        self.runtime.set_batch(self._batch)
 
     def end_step(self) -> None:
         """After the forward and any drafting.

@@ -1,0 +1,264 @@
+"""One engine of `engine.py` or `identity.py`: a process of its own. Reads a `Run` as JSON from the command
+line,
+writes what it saw as JSON to the file that the run names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NUM_LOGPROBS = 4
+PATTERNS = {
+    "separate": "FFFFFFFF",
+    "shared": "FSSSFSSS",
+}  # F runs the indexer, S shares the selection before it
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one engine is and does."""
+
+    out: str  # result file
+    models: str  # folder of models
+    impl: str = "ours"  # plain, offload, in_tree, ours, ours_skip_io
+    model: str = "separate"
+    kv_gib: float = 4.0
+    host_gib: float = 8.0
+    requests: int = 8
+    context: int = 4096
+    shorter: int = 17  # each prompt is this much shorter than the one before
+    num_tokens: int = 64
+    rounds: int = 1
+    max_model_len: int = 0  # 0: what is needed
+    max_batched_tokens: int = 8192
+    max_num_seqs: int = 16
+    kv_cache_dtype: str = "fp8"
+    cudagraph_mode: str = ""  # vLLM's default
+    eager: bool = False
+    draft_tokens: int = 0  # ngram
+    sort: bool = False  # selections, so that outputs can be compared
+    churn: float = 0.0  # replay selections, this much of each fresh
+    staging_mib: int = 256
+    low: float = 0.08
+    high: float = 0.20
+    indexer_pages: int = 0  # 0: the planner's choice
+    always_host: bool = False
+    tensor_parallel: int = 1
+
+
+class Schedule:
+    """When each step was scheduled and of what, seen at vLLM's scheduler."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.steps: list[tuple[float, tuple[int, ...]]] = []  # (time, tokens of each request scheduled)
+        schedule = scheduler.schedule
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            self.steps.append((time.perf_counter(), tuple(output.num_scheduled_tokens.values())))
+            return output
+
+        scheduler.schedule = watched
+
+    def take(self) -> list[tuple[float, tuple[int, ...]]]:
+        steps, self.steps = self.steps, []
+        return steps
+
+
+def engine_options(run: Run) -> dict[str, Any]:
+    """Arguments of vllm.LLM."""
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "max_model_len": run.max_model_len or run.context + run.num_tokens + 64,
+        "kv_cache_dtype": run.kv_cache_dtype,
+        "kv_cache_memory_bytes": int(run.kv_gib * 2**30),
+        "gpu_memory_utilization": 0.1,
+        "max_num_seqs": run.max_num_seqs,
+        "max_num_batched_tokens": run.max_batched_tokens,
+        "enforce_eager": run.eager,
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
+        "disable_log_stats": False,
+        "seed": 0,
+        "tensor_parallel_size": run.tensor_parallel,
+    }
+    if run.cudagraph_mode:
+        options["compilation_config"]["cudagraph_mode"] = run.cudagraph_mode
+    if run.draft_tokens:
+        options["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": run.draft_tokens,
+            "prompt_lookup_max": 2,
+            "prompt_lookup_min": 1,
+        }
+    if run.impl in ("plain", "offload"):
+        # HiSparse computes prefills with the sparse kernels; so does what it is compared with.
+        options["attention_config"] = {"sparse_mla_force_mqa": True}
+    connector = {"offload": "OffloadingConnector"}.get(run.impl, "HiSparseConnector")
+    if run.impl != "plain":
+        options["kv_transfer_config"] = {
+            "kv_connector": connector,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": connector_options(run),
+        }
+    return options
+
+
+def connector_options(run: Run) -> dict[str, Any]:
+    if run.impl == "offload":
+        return {"cpu_bytes_to_use": int(run.host_gib * 2**30)}
+    if run.impl == "in_tree":
+        return {"host_pool_gib": run.host_gib}
+    chosen = {"max_indexer_pages": run.indexer_pages} if run.indexer_pages else {}
+    return chosen | {
+        "host_pool_gib": run.host_gib,
+        "prefill_staging_mib": run.staging_mib,
+        "low_watermark": run.low,
+        "high_watermark": run.high,
+        "skip_io": run.impl == "ours_skip_io",
+        "always_host": run.always_host,
+    }
+
+
+def prompts(run: Run) -> list[dict[str, list[int]]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    lengths = [run.context - i * run.shorter for i in range(run.requests)]
+    ids = [torch.randint(5, 31000, (n,), generator=generator).tolist() for n in lengths]
+    if run.draft_tokens:  # something for ngram to find: the second half repeats the first
+        ids = [x[: len(x) // 2] * 2 for x in ids]
+    return [{"prompt_token_ids": x} for x in ids]
+
+
+def patch_selections(run: Run) -> None:
+    from vllm_hisparse.testing import selections
+
+    if run.sort:
+        selections.sort_selections()
+    if run.churn:
+        replay = selections.Replay(
+            num_leaders=PATTERNS[run.model].count("F"),
+            num_steps=64,
+            num_rows=run.max_num_seqs,
+            top_k=2048,
+            context=run.context - run.requests * run.shorter,
+            churn=run.churn,
+        )
+        selections.replay_selections(replay)
+
+
+def make_model(run: Run) -> Path:
+    from vllm_hisparse.testing import models
+
+    model = models.TinyModel(
+        widths=models.REAL,
+        index_pattern=PATTERNS[run.model],
+        index_topk=2048,
+        vocab_size=32000,
+        max_position_embeddings=1 << 21,
+        dtype="bfloat16",
+    )
+    return models.make_model(Path(run.models), model)
+
+
+def measure(llm: Any, run: Run, schedule: Schedule, counters: Any) -> dict[str, Any]:
+    """One round: all prompts at once."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=run.num_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=NUM_LOGPROBS * run.sort or None,
+    )
+    before = counters()
+    schedule.take()
+    begin = time.perf_counter()
+    results = llm.generate(prompts(run), sampling, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    steps = schedule.take()
+    decoding = [
+        (b - a, len(tokens))
+        for (a, tokens), (b, _) in itertools.pairwise(steps)
+        if tokens and max(tokens) <= 1 + run.draft_tokens
+    ]
+    busiest = max((n for _, n in decoding), default=0)
+    full = sorted(dt for dt, n in decoding if n == busiest)
+    after = counters()
+    looked_up = (
+        after.get("hits", 0) + after.get("misses", 0) - before.get("hits", 0) - before.get("misses", 0)
+    )
+    return {
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(run.requests * run.num_tokens / seconds, 1),
+        "decode_batch": busiest,
+        "decode_steps": len(full),
+        "tpot_ms": round(full[len(full) // 2] * 1e3, 3) if full else None,
+        "mean_step_ms": round(sum(full) / len(full) * 1e3, 3) if full else None,
+        "preemptions": after["preemptions"] - before["preemptions"],
+        "hit_rate": round((after["hits"] - before["hits"]) / looked_up, 4) if looked_up else None,
+        "schedule": hashlib.sha256(repr([t for _, t in steps if t]).encode()).hexdigest()[:16],
+        "outputs": [
+            [list(r.outputs[0].token_ids), _logprobs(r.outputs[0].logprobs)] for r in results
+        ] if run.sort else None,
+        "distinct": len({t for r in results for t in r.outputs[0].token_ids}),
+    }  # fmt: skip
+
+
+def _logprobs(steps: Any) -> list[list[list[float]]]:
+    return [[[t, p.logprob] for t, p in sorted(step.items())] for step in steps]
+
+
+def main() -> None:
+    run = Run(**json.loads(sys.argv[1]))
+    os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
+    if run.tensor_parallel == 1:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if not run.impl.startswith("ours"):
+        os.environ["VLLM_PLUGINS"] = "none"
+    path = make_model(run)
+    patch_selections(run)
+    from vllm import LLM, SamplingParams
+
+    begin = time.perf_counter()
+    llm = LLM(str(path), **engine_options(run))
+    start_s = time.perf_counter() - begin
+    core = llm.llm_engine.engine_core.engine_core
+    schedule = Schedule(core.scheduler)
+    worker: Any = None
+    if run.impl.startswith("ours"):
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group().worker
+
+    def counters() -> dict[str, int]:
+        values = {
+            "preemptions": int(sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"))
+        }
+        return values | (worker.runtime.counters.exact() if worker else {})
+
+    warm = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    llm.generate([{"prompt_token_ids": list(range(100, 400))}], warm, use_tqdm=False)
+    result: dict[str, Any] = {"start_s": round(start_s, 1)}
+    result["rounds"] = [measure(llm, run, schedule, counters) for _ in range(run.rounds)]
+    if worker:
+        coordinator = core.scheduler.connector.coordinator
+        for _ in range(4):
+            llm.llm_engine.step()
+        coordinator.check_integrity()
+        result["pages"] = vars(coordinator.leases.counters)
+        result["counters"] = worker.runtime.counters.exact()
+    Path(run.out).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
