@@ -78,11 +78,17 @@ def metrics() -> str:
         "# Metrics",
         NOTE.format(source="vllm_hisparse/metrics.py"),
         "",
-        "All carry vLLM's labels (`model_name`, `engine`). Prometheus appends `_total` to counters.",
+        "All carry vLLM's labels (`model_name`, `engine`), and every series exists from the start. "
+        "Prometheus appends `_total` to counters.",
         "",
         "| name | type | own label | meaning |",
         "|---|---|---|---|",
         *(f"| `{m.name}` | {m.kind.__name__.lower()} | {m.label or ''} | {m.help} |" for m in METRICS),
+        "",
+        "| label | values |",
+        "|---|---|",
+        "| rank | of every rank of the engine |",
+        *(f"| {m.label} of `{m.key}` | {', '.join(m.values)} |" for m in METRICS if m.values),
     ]
     return "\n".join(lines) + "\n"
 

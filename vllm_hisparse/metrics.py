@@ -1,6 +1,8 @@
 """Every metric the plugin exports, as data, and how vLLM carries them from workers and scheduler to
 Prometheus and the log.
 
+Every series exists from the start, at 0: an increase from nothing to 1 is invisible to Prometheus.
+
 A sample is `{key: {label value: number, or list of observations}}`; metrics without a label of their own use
 "".
 """
@@ -15,6 +17,32 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 __all__ = ["METRICS", "HiSparsePromMetrics", "HiSparseStats", "Metric", "Sample"]
 
 Sample = dict[str, dict[str, Any]]
+# Values of labels; a test holds them to what the scheduler counts.
+RESIDENCIES = ("full", "mixed", "none")
+STATES = (
+    "dirty",
+    "spilling",
+    "enqueued",
+    "draining",
+    "landing",
+    "clean",
+    "loose",
+    "host",
+    "restoring",
+)
+PAGE_EVENTS = (
+    "spilled",
+    "restored",
+    "unpinned",
+    "repinned",
+    "evicted",
+    "lost",
+    "deduplicated",
+    "host_hits",
+    "device_hits",
+)
+REGION_EVENTS = ("granted", "returned", "grown_blocks", "shrunk_blocks")
+LEVELS = ("below_low", "between", "above_high")
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -26,6 +54,7 @@ class Metric:
     kind: type  # Counter, Gauge or Histogram
     help: str
     label: str | None = None
+    values: tuple[str, ...] = ()  # of the label; none for `rank`, which has one a rank
 
     @property
     def name(self) -> str:
@@ -51,18 +80,30 @@ METRICS = (
     Metric("spilled_bytes", Counter, "Bytes of pages copied to the host pool.", "rank"),
     Metric("restored_bytes", Counter, "Bytes of pages copied back to the device pool.", "rank"),
     # From the scheduler.
-    Metric("requests", Gauge, "Requests that hold blocks, by residency.", "residency"),
-    Metric("pages", Gauge, "Pages of those requests, by state.", "state"),
+    Metric("requests", Gauge, "Requests that hold blocks, by residency.", "residency", RESIDENCIES),
+    Metric("pages", Gauge, "Pages of those requests, by state.", "state", STATES),
     Metric("hot_rows", Gauge, "Slots of all leased hot regions."),
     Metric("free_device_blocks", Gauge, "Free blocks of the device pool; loose pages count as free."),
     Metric("used_host_blocks", Gauge, "Host blocks leased by requests or copies in flight."),
     Metric("cached_host_blocks", Gauge, "Host blocks that hold a published page, leased or not."),
     Metric("host_run_blocks", Gauge, "Mean run of consecutive host blocks, of all pages spilled so far."),
     Metric("transfers_in_flight", Gauge, "Transfers that not every rank has completed."),
-    Metric("page_events", Counter, "What happened to pages: spilled, restored, unpinned, lost, ...", "event"),
+    Metric("page_events", Counter, "What happened to pages.", "event", PAGE_EVENTS),
     Metric("host_evictions", Counter, "Published host pages evicted to make room."),
-    Metric("region_events", Counter, "Hot regions granted and returned; blocks grown and shrunk.", "event"),
-    Metric("watermark_crossings", Counter, "Times the free-block level moved across a watermark.", "into"),
+    Metric(
+        "region_events",
+        Counter,
+        "Hot regions granted and returned; blocks grown and shrunk.",
+        "event",
+        REGION_EVENTS,
+    ),
+    Metric(
+        "watermark_crossings",
+        Counter,
+        "Times the free-block level moved across a watermark.",
+        "into",
+        LEVELS,
+    ),
     Metric(
         "waits_for_copies",
         Counter,
@@ -132,6 +173,7 @@ class HiSparsePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {}
+        ranks = tuple(map(str, range(vllm_config.parallel_config.world_size)))
         for metric in METRICS:
             extra: dict[str, Any] = {"buckets": SECONDS} if metric.kind is Histogram else {}
             if metric.kind is Gauge:
@@ -140,14 +182,20 @@ class HiSparsePromMetrics(KVConnectorPromMetrics):
             self._metrics[metric.key] = metric_types[metric.kind](
                 name=metric.name, documentation=metric.help, labelnames=names, **extra
             )
+            for engine in per_engine_labelvalues:
+                for label in metric.values or (ranks if metric.label else ("",)):
+                    self._series(metric.key, label, engine)
 
     def observe(self, transfer_stats_data: Sample, engine_idx: int = 0) -> None:
         """Record one sample of an engine."""
         for key, values in transfer_stats_data.items():
             for label, value in values.items():
-                own = [label] if _BY_KEY[key].label else []
-                child = self._metrics[key].labels(*self.per_engine_labelvalues[engine_idx], *own)
-                _record(_BY_KEY[key].kind, child, value)
+                _record(_BY_KEY[key].kind, self._series(key, label, engine_idx), value)
+
+    def _series(self, key: str, label: str, engine: int) -> Any:
+        """One series of a metric, made at its first use."""
+        own = [label] if _BY_KEY[key].label else []
+        return self._metrics[key].labels(*self.per_engine_labelvalues[engine], *own)
 
 
 def _merged(kind: type, mine: Any, other: Any) -> Any:

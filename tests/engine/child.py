@@ -20,6 +20,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "completions": [[c.token_ids, c.logprobs] for c in completions],
         "counters": counters(llm),
         "gauges": gauges(llm),
+        "ranks": ranks(llm),
     }
     llm.llm_engine.engine_core.shutdown()
     return result
@@ -31,6 +32,17 @@ def gauges(llm: Any) -> dict[str, float]:
 
     found = [m for m in llm.get_metrics() if isinstance(m, Gauge) and m.name.startswith("vllm:hisparse_")]
     return {m.name: m.value for m in found}
+
+
+def ranks(llm: Any) -> dict[str, dict[str, float]]:
+    """HiSparse's counters by rank and name."""
+    from vllm.v1.metrics.reader import Counter
+
+    found: dict[str, dict[str, float]] = {}
+    for metric in llm.get_metrics():
+        if isinstance(metric, Counter) and "rank" in metric.labels:
+            found.setdefault(metric.labels["rank"], {})[metric.name] = metric.value
+    return found
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine.processes import environment
 from tests.engine.workload import ENGINE_ARGS, WORDS, ModelPath, Reference, differences
+from vllm_hisparse.metrics import METRICS
 from vllm_hisparse.testing.engine import Completion
 from vllm_hisparse.testing.harness import hisparse
 from vllm_hisparse.testing.models import SEPARATE
@@ -87,3 +88,6 @@ def test_tensor_parallel(model_path: ModelPath, tmp_path: Path) -> None:
     )
     check_pressure(tight)
     assert differences(completions(tight), completions(plain)) == []
+    one, other = (tight["ranks"][rank] for rank in ("0", "1"))
+    assert one == other, "every rank resolves the same selections and copies the same pages"
+    assert len(one) == sum(metric.label == "rank" for metric in METRICS)

@@ -25,6 +25,7 @@ class HostPool(BlockPool):
         self._before_reset: Callable[[], list[KVCacheBlock]] | None = None
         self.num_admissible: Callable[[Sequence[KVCacheBlock]], int] = len  # leading pages of a hit to use
         self.num_evictions = 0  # since start
+        self.num_published = 0  # blocks that hold a published page; requests may publish the same page twice
         self.epoch = 0  # counts resets: a copy that was planned before one must not be published after it
         super().__init__(
             num_blocks,
@@ -66,11 +67,6 @@ class HostPool(BlockPool):
         found = super().get_cached_block(block_hash, [source_group_id])
         return found[0] if found else None
 
-    @property
-    def num_published(self) -> int:
-        """Pages that a lookup can find on the host."""
-        return len(self.cached_block_hash_to_block)
-
     def is_free(self, block_id: int) -> bool:
         """Whether the block exists and nobody leases it."""
         return 0 < block_id < self.num_gpu_blocks and self.blocks[block_id].ref_cnt == 0
@@ -99,6 +95,7 @@ class HostPool(BlockPool):
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         evicted = super()._maybe_evict_cached_block(block)
         self.num_evictions += evicted
+        self.num_published -= evicted
         return evicted
 
     def reset_prefix_cache(self) -> bool:
@@ -112,6 +109,7 @@ class HostPool(BlockPool):
         self.touch(held)
         if done:
             self.epoch += 1
+            self.num_published = 0
         return done
 
     def check_integrity(self) -> None:
@@ -120,3 +118,5 @@ class HostPool(BlockPool):
         leased = [b.block_id for b in self.blocks if b.ref_cnt > 0 and not b.is_null]
         assert free.isdisjoint(leased), "a leased host block is in the free queue"
         assert len(free) + len(leased) == self.num_gpu_blocks - 1, "host blocks lost"
+        published = sum(block.block_hash is not None for block in self.blocks)
+        assert published == self.num_published, "published host blocks miscounted"

@@ -129,6 +129,7 @@ class SourceManager(FullAttentionManager):
             self.host_pool.cache_full_blocks(
                 request, _OneBlock(block), page, page + 1, self.block_size, self.kv_cache_group_id
             )
+            self.host_pool.num_published += block.block_hash is not None
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Host leases of written pages. Those of copies in flight stay with their transfer."""
