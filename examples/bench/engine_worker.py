@@ -139,12 +139,14 @@ def prompts(run: Run) -> list[dict[str, list[int]]]:
 
 
 def patch_selections(run: Run) -> None:
-    from vllm_hisparse.testing import selections
+    from vllm_hisparse.testing import determinism
 
     if run.sort:
-        selections.sort_selections()
+        determinism.sort_selections()
+        if run.impl == "plain":
+            determinism.write_rows_in_two_steps()
     if run.churn:
-        replay = selections.Replay(
+        replay = determinism.Replay(
             num_leaders=PATTERNS[run.model].count("F"),
             num_steps=64,
             num_rows=run.max_num_seqs,
@@ -152,7 +154,7 @@ def patch_selections(run: Run) -> None:
             context=run.context - run.requests * run.shorter,
             churn=run.churn,
         )
-        selections.replay_selections(replay)
+        determinism.replay_selections(replay)
 
 
 def make_model(run: Run) -> Path:

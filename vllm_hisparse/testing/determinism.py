@@ -1,8 +1,11 @@
-"""Selections of vLLM's indexer on CUDA, made repeatable for tests and benchmarks.
+"""vLLM on CUDA made comparable bit by bit, for tests and benchmarks.
 
-vLLM's top-k kernels write a selection in whatever order their atomics give, so that attention adds in another
-order each time and two runs of the same engine differ in their last bits. Sorted selections make an engine's
-outputs a function of its schedule. Replayed ones have a locality that random weights do not.
+Two things stand in the way. vLLM's top-k kernels write a selection in whatever order their atomics give, so that
+attention adds in another order each time and two runs of one engine differ in their last bits: selections can be
+sorted. And without HiSparse one fused kernel normalises a row and quantises it, while with HiSparse the row is rounded
+to bf16 in between, as vLLM's own HiSparse does it: a reference can be made to write rows in the same two steps.
+
+Replayed selections have a locality that random weights do not.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Replay", "replay_selections", "sort_selections"]
+__all__ = ["Replay", "replay_selections", "sort_selections", "write_rows_in_two_steps"]
 
 LAST = torch.iinfo(torch.int32).max
 
@@ -42,6 +45,31 @@ def _sort(topk: torch.Tensor) -> None:
     """int32 [T, K] in place; capturable."""
     ordered = torch.where(topk < 0, LAST, topk).sort(dim=-1).values
     topk.copy_(torch.where(ordered == LAST, -1, ordered))
+
+
+def write_rows_in_two_steps() -> None:
+    """Let vLLM without HiSparse quantise rows from bf16, for the rest of the process."""
+    from vllm import _custom_ops
+    from vllm.models.deepseek_v32 import attention
+
+    fused = attention.fused_norm_rope
+
+    def in_two_steps(*args: Any, mla_kv_cache: torch.Tensor | None, **options: Any) -> torch.Tensor:
+        result = fused(*args, mla_kv_cache=None, **options)
+        slots = options["slot_mapping"]
+        if mla_kv_cache is not None and slots is not None:
+            _custom_ops.concat_and_cache_mla(
+                options["kv_c_out"][: slots.numel()],
+                options["k_pe_out"][: slots.numel()],
+                mla_kv_cache,
+                slots.flatten(),
+                kv_cache_dtype=options["mla_kv_cache_dtype"],
+                scale=options["mla_k_scale"],
+                skip_scale=options["skip_scale"],
+            )
+        return result
+
+    attention.fused_norm_rope = in_two_steps
 
 
 class Replay:
