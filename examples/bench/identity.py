@@ -103,14 +103,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="cases whose names contain one of these, by commas")
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--timeout-s", type=float, default=300)
     parser.add_argument("--folder", type=Path, default=None, help="of models, results and logs")
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    cases = [case for case in CASES if args.only in case.name]
+    wanted = args.only.split(",")
+    cases = [case for case in CASES if any(part in case.name for part in wanted)]
     references = {reference_of(case, str(folder / "models"), folder) for case in cases}
     runs = {run.out: run for run in references}
     for case in cases:

@@ -1,9 +1,10 @@
 """vLLM on CUDA made comparable bit by bit, for tests and benchmarks.
 
-Two things stand in the way. vLLM's top-k kernels write a selection in whatever order their atomics give, so that
-attention adds in another order each time and two runs of one engine differ in their last bits: selections can be
-sorted. And without HiSparse one fused kernel normalises a row and quantises it, while with HiSparse the row is rounded
-to bf16 in between, as vLLM's own HiSparse does it: a reference can be made to write rows in the same two steps.
+Two things stand in the way. vLLM's top-k kernels write a selection in whatever order their atomics give, so
+that attention adds in another order each time and two runs of one engine differ in their last bits:
+selections can be sorted. And without HiSparse one fused kernel normalises a row and quantises it, while with
+HiSparse the row is rounded to bf16 in between, as vLLM's own HiSparse does it: a reference can be made to
+write rows in the same two steps.
 
 Replayed selections have a locality that random weights do not.
 """
