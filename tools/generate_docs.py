@@ -10,6 +10,7 @@ from pathlib import Path
 import dashboard
 import estimator
 import options
+import pictures
 import startup
 from blocks import replace_block
 
@@ -42,13 +43,10 @@ def residency() -> str:
         "|---|---|",
         *(f"| {event.value} | {meaning} |" for event, meaning in EVENTS.items()),
         "",
-        "```mermaid",
-        "stateDiagram-v2",
-        "    [*] --> DIRTY: written",
-        f"    [*] --> {PageState.CLEAN.name}: prefix hit on both tiers",
-        f"    [*] --> {PageState.HOST.name}: prefix hit on the host",
-        *(f"    {s.name} --> {t.name}: {e.value}" for (s, e), t in TRANSITIONS.items()),
-        "```",
+        f"A new page is {PageState.DIRTY.name}; one of a prefix hit {PageState.CLEAN.name} if both tiers "
+        f"have it, {PageState.DIRTY.name} or {PageState.HOST.name} if one of them has.",
+        "",
+        "![States by what the device and the host have of a page](pictures/page-life.svg)",
     ]
     return "\n".join(lines) + "\n"
 
@@ -112,6 +110,7 @@ DOCUMENTS: dict[str, Callable[[], str]] = {
     "tuning.md": lambda: _with_blocks("tuning.md", options="vllm_hisparse/config.py"),
     "getting-started.md": lambda: _with_blocks("getting-started.md", plan=PLANNING, log=PLANNING),
     "grafana.json": dashboard.dashboard,
+    **{f"pictures/{name}.svg": make for name, make in pictures.PICTURES.items()},
     "estimator/index.html": lambda: estimator.page(_read(DOCS / "estimator" / "index.html")),
 }
 
