@@ -202,6 +202,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker = HiSparseWorker(
             runtime,
             StreamCopies(runtime.device) if on_cuda else InlineCopies(),
+            rank=parallel.rank,
             has_dummy_steps=parallel.data_parallel_size > 1,
         )
         self._sampler = RankSampler(runtime, parallel.rank)

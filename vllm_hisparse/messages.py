@@ -13,6 +13,7 @@ __all__ = [
     "Binding",
     "Copy",
     "PageWrite",
+    "Progress",
     "RegionWrite",
     "StepMessage",
     "decode",
@@ -75,28 +76,40 @@ class StepMessage(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
         return self == _EMPTY
 
 
-class Acknowledgement(msgspec.Struct, frozen=True, array_like=True):
-    """Workers to scheduler: how many ranks have enqueued and completed each transfer since the last
-    acknowledgement.
+class Progress(NamedTuple):
+    """How far one rank has come with its transfers, in full and never as a delta.
+
+    Transfers are enqueued and end in the order of their ids, so two numbers say it all. A report that comes
+    twice says nothing new, one that is lost is made up for by the next, and no rank can be counted twice.
     """
 
-    enqueued: dict[int, int] = {}
-    completed: dict[int, int] = {}
+    enqueued: int = -1  # the last transfer whose copies are on the rank's stream, or could not be put there
+    completed: int = -1  # the last transfer whose copies have ended
+    failed: tuple[int, ...] = ()  # since start, ascending: transfers whose copies could not all be enqueued
+
+    def joined(self, other: "Progress") -> "Progress":
+        """What two reports of the same rank say together."""
+        return Progress(
+            max(self.enqueued, other.enqueued),
+            max(self.completed, other.completed),
+            max(self.failed, other.failed, key=len),
+        )
+
+
+class Acknowledgement(msgspec.Struct, frozen=True, array_like=True):
+    """Workers to scheduler: every rank's progress, and what it has sampled."""
+
+    progress: dict[int, Progress] = {}  # by rank
     misses: dict[int, int] = {}  # request slot -> rows read from the host in a step, sampled
     heat: dict[int, tuple[int, ...]] = {}  # request slot -> pages that selections touch most, sampled
 
     def plus(self, other: "Acknowledgement") -> "Acknowledgement":
-        """Counts of both ranks, summed by transfer id."""
-        return Acknowledgement(
-            _sum(self.enqueued, other.enqueued),
-            _sum(self.completed, other.completed),
-            {**self.misses, **other.misses},  # every rank resolves the same selections
-            {**self.heat, **other.heat},
-        )
-
-
-def _sum(a: dict[int, int], b: dict[int, int]) -> dict[int, int]:
-    return {key: a.get(key, 0) + b.get(key, 0) for key in a.keys() | b.keys()}
+        """What both say."""
+        progress = dict(self.progress)
+        for rank, reported in other.progress.items():
+            progress[rank] = progress.get(rank, Progress()).joined(reported)
+        # Every rank resolves the same selections.
+        return Acknowledgement(progress, {**self.misses, **other.misses}, {**self.heat, **other.heat})
 
 
 _EMPTY = StepMessage()

@@ -37,6 +37,7 @@ PAGE_EVENTS = (
     "repinned",
     "evicted",
     "lost",
+    "failed",
     "deduplicated",
     "host_hits",
     "device_hits",

@@ -31,7 +31,7 @@ from common import write_json
 from coordinator_report import draw, print_table
 
 from vllm_hisparse.connector import HiSparseWorkerMetadata
-from vllm_hisparse.messages import Acknowledgement, decode
+from vllm_hisparse.messages import Acknowledgement, Progress, decode
 from vllm_hisparse.scheduler import pressure
 from vllm_hisparse.simulation.engine import EngineSize, SchedulerSide
 from vllm_hisparse.simulation.model import GLM_5_2, PAGE_TOKENS
@@ -130,8 +130,8 @@ class Bench:
             return
         self.payload = output.kv_connector_metadata.payload
         transfer_id = decode(self.payload).transfer_id
-        once = {transfer_id: 1}
-        self._ack = HiSparseWorkerMetadata(Acknowledgement(once, once)) if transfer_id >= 0 else None
+        done = Acknowledgement({0: Progress(transfer_id, transfer_id)})
+        self._ack = HiSparseWorkerMetadata(done) if transfer_id >= 0 else None
 
     def _steps(self, num_cycles: int) -> Iterator[tuple[int, int]]:
         """(changed pages, nanoseconds) of the steps that changed none or eight, and nothing around them."""

@@ -64,8 +64,8 @@ class Transfer:
     spills: list[tuple[Page, int]] = field(default_factory=list)  # (page, host block)
     restores: list[Page] = field(default_factory=list)
     closed_rows: int = 0  # slots of regions taken away, leased until the transfer is enqueued
-    num_enqueued: int = 0
-    num_completed: int = 0
+    enqueued: set[int] = field(default_factory=set)  # ranks
+    completed: set[int] = field(default_factory=set)
 
 
 class Watcher:
@@ -248,17 +248,17 @@ class Watcher:
             self._open = Transfer(0.0)
 
     def _acknowledge(self, ack: Acknowledgement) -> None:
-        for transfer_id, num_ranks in ack.enqueued.items():
-            transfer = self._pending[transfer_id]
-            transfer.num_enqueued += num_ranks
-            if transfer.num_enqueued == self._num_ranks:
-                transfer.closed_rows = 0
-                for page, _ in transfer.spills:
-                    page.enqueued = True
-        for transfer_id, num_ranks in ack.completed.items():
-            self._pending[transfer_id].num_completed += num_ranks
-            if self._pending[transfer_id].num_completed == self._num_ranks:
-                self._complete(self._pending.pop(transfer_id))
+        for rank, reported in ack.progress.items():
+            assert not reported.failed
+            for transfer_id, transfer in list(self._pending.items()):
+                transfer.enqueued |= {rank} if transfer_id <= reported.enqueued else set()
+                transfer.completed |= {rank} if transfer_id <= reported.completed else set()
+                if len(transfer.enqueued) == self._num_ranks:
+                    transfer.closed_rows = 0
+                    for page, _ in transfer.spills:
+                        page.enqueued = True
+                if len(transfer.completed) == self._num_ranks:
+                    self._complete(self._pending.pop(transfer_id))
 
     def _complete(self, transfer: Transfer) -> None:
         for page, _ in transfer.spills:

@@ -4,7 +4,7 @@ The faults are patched in here; the product has no switches for them. None of th
 so the engine runs to the end and every lease still balances.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,3 +134,39 @@ def test_without_a_fault_nothing_changes(
     expected = reference(SEPARATE, "bfloat16")
     control = Fault("none", nothing, was_restored, copies=copies)
     assert differences(run(model_path, control), expected) == []
+
+
+def failing_copies(patch: pytest.MonkeyPatch, num_failures: int) -> None:
+    """The first copies in either direction write a torn page and fail."""
+    for name in ("spill", "restore"):
+        copy = getattr(HiSparseRuntime, name)
+        left = iter(range(num_failures))
+
+        def fail(
+            self: HiSparseRuntime, copies: tuple[Copy, ...], copy: Any = copy, left: Iterator[int] = left
+        ) -> None:
+            if next(left, None) is None:
+                copy(self, copies)
+            else:
+                copy(self, copies[:1])
+                raise RuntimeError("no copies today")
+
+        patch.setattr(HiSparseRuntime, name, fail)
+
+
+def test_copies_that_fail_change_nothing(
+    model_path: ModelPath, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pages stay where they are, and are tried again."""
+    expected = reference(SEPARATE, "bfloat16")
+    failing_copies(monkeypatch, 5)
+    fault = Fault("failing", nothing, lambda engine: engine.pages["failed"] > 10)
+    assert differences(run(model_path, fault), expected) == []
+
+
+def test_copies_that_keep_failing_end_the_engine(
+    model_path: ModelPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_copies(monkeypatch, 1000)
+    with pytest.raises(RuntimeError, match="no copies today"):
+        run(model_path, Fault("failing", nothing, was_spilled))

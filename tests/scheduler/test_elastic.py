@@ -126,11 +126,10 @@ def test_a_cut_is_leased_until_every_rank_has_acknowledged(backed: tuple[Schedul
     assert all(block.ref_cnt == 1 for block in lost)
     _, result = rig.in_flight[-1]
     meta = result.kv_connector_output.kv_connector_worker_meta
-    both = meta.ack
-    assert both.enqueued[message.transfer_id] == 2
-    rig.coordinator.acknowledge(Acknowledgement(dict.fromkeys(both.enqueued, 1)))  # one rank of two
-    assert all(block.ref_cnt == 1 for block in lost)
-    meta.ack = Acknowledgement(dict.fromkeys(both.enqueued, 1), both.completed)
+    assert [meta.ack.progress[rank].enqueued for rank in (0, 1)] == [message.transfer_id] * 2
+    for _ in range(2):  # one rank of two, twice
+        rig.coordinator.acknowledge(Acknowledgement({1: meta.ack.progress[1]}))
+        assert all(block.ref_cnt == 1 for block in lost)
     rig.collect()
     assert all(block.ref_cnt == 0 for block in lost)
     set_levels(rig, low=0, high=200)

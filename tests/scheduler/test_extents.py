@@ -25,6 +25,7 @@ def publish(pool: HostPool, blocks: list[KVCacheBlock]) -> None:
     for block in blocks:
         key = make_block_hash_with_group_id(BlockHash(b"%032d" % block.block_id), 0)
         pool._insert_block_hash(key, block, num_tokens=64)
+        pool.num_published += 1
 
 
 def ids(blocks: list[KVCacheBlock]) -> list[int]:

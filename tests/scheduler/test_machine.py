@@ -4,9 +4,11 @@ The rig checks after each call; here are the moves. `tests/scheduler/ -m long` m
 """
 
 import logging
+import random
 import tempfile
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -23,40 +25,52 @@ from vllm_hisparse.testing.engine_config import EngineOptions, make_vllm_config,
 from vllm_hisparse.testing.model_runner import VOCABULARY
 from vllm_hisparse.testing.scheduler import ALL, SchedulerRig
 
-ENGINES = st.fixed_dictionaries(
-    {
-        "num_parts": st.sampled_from([1, 3]),
-        "indexer_pages": st.sampled_from([1, 3]),
-        "num_ranks": st.sampled_from([1, 2]),
-        "num_drafts": st.sampled_from([0, 0, 2]),
-        "hot_rows": st.sampled_from([12, 16]),
-        "max_hot_rows": st.sampled_from([16, 32]),
-        "async_scheduling": st.booleans(),
-        "kv_role": st.sampled_from(["kv_both", "kv_producer"]),
-        "prefix_caching": st.sampled_from([True, True, True, False]),
-        "low": st.sampled_from([0.0, 0.1, 0.3]),
-        "high": st.sampled_from([0.35, 0.7]),
-        "eager_host_mirror": st.booleans(),
-        "always_host": st.sampled_from([False, False, False, True]),
-        "prefix_share": st.sampled_from([0.0, 0.5]),
-        "max_requests": st.sampled_from([2, 6]),
-        "max_step_tokens": st.sampled_from([12, 40]),
-        "max_model_len": st.sampled_from([48, 96]),
-    }
+ENGINES: dict[str, list[Any]] = {
+    "num_parts": [1, 3],
+    "indexer_pages": [1, 3],
+    "num_ranks": [1, 2],
+    "num_drafts": [0, 0, 2],
+    "hot_rows": [12, 16],
+    "max_hot_rows": [16, 32],
+    "async_scheduling": [False, True],
+    "kv_role": ["kv_both", "kv_producer"],
+    "prefix_caching": [True, True, True, False],
+    "low": [0.0, 0.1, 0.3],
+    "high": [0.35, 0.7],
+    "eager_host_mirror": [False, True],
+    "always_host": [False, False, False, True],
+    "prefix_share": [0.0, 0.5],
+    "max_requests": [2, 6],
+    "max_step_tokens": [12, 40],
+    "max_model_len": [48, 96],
+}
+SPARE_DEVICE, SPARE_HOST = [0, 2, 12, 60], [0, 3, 60]
+TIMINGS = ["early", "late", "split"]
+# What a run is worth nothing without: the pools run out, copies fail, reports get lost.
+EVENTS = (
+    "refused",
+    "host_full",
+    "failed",
+    "silent",
+    "repeated",
+    "spilled",
+    "restored",
+    "deduplicated",
+    "host_hits",
 )
-COUNTS = st.sampled_from([0, 0, 1, 2, ALL])
+COUNTS = [0, 0, 1, 2, ALL]
 
 
 class Machine(RuleBasedStateMachine):
     """Clients that come, go and share prefixes; copies that end late, and in another step on each rank."""
 
-    num_steps = 0  # of all machines
+    seen: ClassVar[Counter[str]] = Counter()  # of all machines
 
     @initialize(
-        engine=ENGINES,
-        spare_device=st.sampled_from([0, 2, 12, 60]),
-        spare_host=st.sampled_from([0, 3, 60]),
-        timing=st.sampled_from(["early", "late", "split"]),
+        engine=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in ENGINES.items()}),
+        spare_device=st.sampled_from(SPARE_DEVICE),
+        spare_host=st.sampled_from(SPARE_HOST),
+        timing=st.sampled_from(TIMINGS),
         seed=st.integers(0, 99),
     )
     def start(
@@ -84,16 +98,34 @@ class Machine(RuleBasedStateMachine):
         self.rig.add(f"r{self.num_added}", prompt, min(max_tokens, longest + 1 - len(prompt)))
         self.num_added += 1
 
-    @rule(counts=st.lists(COUNTS, min_size=2, max_size=2), misses=st.sampled_from([0, 0, 50]))
-    def step(self, counts: list[int], misses: int) -> None:
+    @rule(
+        counts=st.lists(st.sampled_from(COUNTS), min_size=2, max_size=2), misses=st.sampled_from([0, 0, 50])
+    )
+    def step(self, counts: tuple[int, ...], misses: int) -> None:
         self.rig.num_misses = misses
         self.rig.step(*counts[: len(self.rig.ranks)])
 
-    @rule(counts=st.lists(COUNTS, min_size=2, max_size=12), watch=st.booleans())
+    @rule(counts=st.lists(st.sampled_from(COUNTS), min_size=2, max_size=12), watch=st.booleans())
     def steps(self, counts: list[int], watch: bool) -> None:
         self.rig.watch_refusals = watch
         for count in counts:
             self.rig.step(*[count] * len(self.rig.ranks))
+            self.seen["host_full"] += self.rig.coordinator.host_pool.get_num_free_blocks() == 0
+
+    @rule(
+        counts=st.lists(st.sampled_from(COUNTS), min_size=1, max_size=6),
+        silent=st.sets(st.integers(0, 1)),
+        failing=st.sets(st.integers(0, 1)),
+    )
+    def steps_with_faults(self, counts: list[int], silent: set[int], failing: set[int]) -> None:
+        """Some ranks' reports get lost, some can enqueue no copies."""
+        self._plant(silent, failing)
+        self.steps(counts, watch=False)
+        self._plant(set(), set())
+
+    def _plant(self, silent: set[int], failing: set[int]) -> None:
+        for rank in self.rig.ranks:
+            rank.is_silent, rank.fails = rank.number in silent, rank.number in failing
 
     @precondition(lambda self: self.rig.scheduler.requests)
     @rule(which=st.integers(0, 1000))
@@ -106,6 +138,32 @@ class Machine(RuleBasedStateMachine):
     def preempt(self) -> None:
         self.rig.preempt()
 
+    @precondition(lambda self: self.rig.acks)
+    @rule(which=st.integers(0, 1000))
+    def repeat_report(self, which: int) -> None:
+        self.rig.repeat_report(which)
+        self.seen["repeated"] += 1
+
+    @rule(low=st.sampled_from([0, 5, 10]), high=st.sampled_from([11, 20]))
+    def move_watermarks(self, low: int, high: int) -> None:
+        """As if the pool had become smaller or larger."""
+        pressure = self.rig.coordinator.pressure
+        pressure.low, pressure.high = low, high
+
+    @precondition(lambda self: self._backed())
+    @rule(which=st.integers(0, 1000), counts=st.lists(st.sampled_from(COUNTS), min_size=4, max_size=8))
+    def calm(self, which: int, counts: list[int]) -> None:
+        """All clients leave but one, whose pages are away: they come back."""
+        backed = self._backed()
+        for request_id in set(self.rig.scheduler.requests) - {backed[which % len(backed)]}:
+            self.rig.abort(request_id)
+        self.move_watermarks(0, 1)
+        self.steps(counts, watch=False)
+
+    def _backed(self) -> list[str]:
+        records = self.rig.coordinator.records.values()
+        return [r.request_id for r in records if r.pages.num_host_only and r.slot >= 0]
+
     @rule(running=st.booleans())
     def reset(self, running: bool) -> None:
         scheduler = self.rig.scheduler
@@ -116,14 +174,15 @@ class Machine(RuleBasedStateMachine):
         if hasattr(self, "rig"):
             self.rig.watch_refusals = False
             self.rig.run(4000)
-            Machine.num_steps += len(self.rig.messages)
+            self.seen["steps"] += len(self.rig.messages)
+            self.seen["refused"] += self.rig.num_refused
+            self.seen["silent"] += self.rig.num_lost_reports
+            self.seen.update(vars(self.rig.coordinator.leases.counters))
             self.directory.cleanup()
 
 
-def run(max_examples: int, num_rules: int) -> int:
-    """Steps that were scheduled."""
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    Machine.num_steps = 0
+def search(max_examples: int, num_rules: int) -> None:
+    """Hypothesis looks for what breaks, and shrinks it."""
     run_state_machine_as_test(
         Machine,
         settings=settings(
@@ -136,14 +195,73 @@ def run(max_examples: int, num_rules: int) -> int:
             phases=[Phase.generate, Phase.shrink],
         ),
     )
-    return Machine.num_steps
 
 
-def test_machine() -> None:
-    assert run(max_examples=150, num_rules=40) > 2000
+def walk(seed: int, num_moves: int) -> None:
+    """Moves by chance: unlike Hypothesis', they are spread evenly, so that each kind of event comes up."""
+    chance = random.Random(seed)
+    machine = Machine()
+    engine = {name: chance.choice(values) for name, values in ENGINES.items()}
+    machine.start(
+        engine, chance.choice(SPARE_DEVICE), chance.choice(SPARE_HOST), chance.choice(TIMINGS), seed
+    )
+    for _ in range(num_moves):
+        move(machine, chance)
+    machine.teardown()
+
+
+def move(machine: Machine, chance: random.Random) -> None:
+    which = chance.randrange(1000)
+    counts = [chance.choice(COUNTS) for _ in range(chance.randint(2, 12))]
+    kind = chance.choice(
+        ["add"] * 6 + ["steps"] * 6 + ["faults", "abort", "preempt", "repeat", "levels", "calm"]
+    )
+    if kind == "add":
+        own = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 20))]
+        machine.add(chance.randrange(3), chance.randint(0, 80), own, chance.choice([1, 10, 40]))
+    elif kind == "steps":
+        machine.steps(counts, watch=which % 2 > 0)
+    elif kind == "faults":
+        silent, failing = ({n for n in range(2) if chance.random() < 0.4} for _ in range(2))
+        machine.steps_with_faults(counts[:6], silent, failing)
+    elif kind == "abort" and machine.rig.scheduler.requests:
+        machine.abort(which)
+    elif kind == "preempt" and machine.rig.scheduler.running:
+        machine.preempt()
+    elif kind == "repeat" and machine.rig.acks:
+        machine.repeat_report(which)
+    elif kind == "levels":
+        machine.move_watermarks(*chance.choice([(0, 11), (5, 20), (10, 20)]))
+    elif kind == "calm" and machine._backed():
+        machine.calm(which, counts)
+        machine.reset(running=which % 4 == 0)
+
+
+@pytest.fixture
+def seen() -> Counter[str]:
+    """How often what has happened, in all machines of a test."""
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)
+    Machine.seen = Counter()
+    return Machine.seen
+
+
+def test_machine(seen: Counter[str]) -> None:
+    search(max_examples=100, num_rules=40)
+    assert seen["steps"] > 1000
+
+
+def test_walks(seen: Counter[str]) -> None:
+    for seed in range(60):
+        walk(seed, num_moves=60)
+    assert seen["steps"] > 5000
+    assert all(seen[event] > 10 for event in EVENTS), seen
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_machine_for_long() -> None:
-    assert run(max_examples=2500, num_rules=50) > 100_000
+def test_machine_for_long(seen: Counter[str]) -> None:
+    search(max_examples=1500, num_rules=50)
+    for seed in range(100, 900):
+        walk(seed, num_moves=60)
+    assert seen["steps"] > 100_000
+    assert all(seen[event] > 200 for event in EVENTS), seen

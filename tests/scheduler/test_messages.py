@@ -9,6 +9,7 @@ from vllm_hisparse.messages import (
     Binding,
     Copy,
     PageWrite,
+    Progress,
     RegionWrite,
     StepMessage,
     decode,
@@ -52,9 +53,11 @@ def test_other_bytes_are_refused() -> None:
 
 
 def test_ranks_acknowledgements_add_up() -> None:
-    """Counts by transfer; misses are the same on every rank."""
-    one = Acknowledgement({1: 1, 2: 1}, {1: 1}, {0: 5})
-    other = Acknowledgement({2: 1}, {1: 1, 0: 1}, {0: 5, 3: 2})
+    """Progress by rank, the furthest of each; misses are the same on every rank."""
+    one = Acknowledgement({0: Progress(2, 1)}, {0: 5})
+    other = Acknowledgement({0: Progress(1, 1), 1: Progress(3, 0, (2,))}, {0: 5, 3: 2})
     total = HiSparseWorkerMetadata(one).aggregate(HiSparseWorkerMetadata(other))
     assert isinstance(total, HiSparseWorkerMetadata)
-    assert total.ack == Acknowledgement({1: 1, 2: 2}, {0: 1, 1: 2}, {0: 5, 3: 2})
+    expected = Acknowledgement({0: Progress(2, 1), 1: Progress(3, 0, (2,))}, {0: 5, 3: 2})
+    assert total.ack == expected
+    assert other.plus(one) == expected

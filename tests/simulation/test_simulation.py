@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_hisparse.messages import Binding, Copy, PageWrite, RegionWrite, StepMessage
+from vllm_hisparse.messages import Binding, Copy, PageWrite, Progress, RegionWrite, StepMessage
 from vllm_hisparse.simulation.engine import EngineSize
 from vllm_hisparse.simulation.hardware import MISSES, Hardware, miss_share
 from vllm_hisparse.simulation.in_tree import in_tree_geometry
@@ -75,12 +75,12 @@ def test_a_rank_counts_pages_and_copies() -> None:
     rank.apply(StepMessage(transfer_id=4, spill=(Copy((5,), 8),) * 10), now=1.0)
     ack = rank.acknowledge(1.0)
     assert ack is not None
-    assert (ack.enqueued, ack.completed) == ({4: 1}, {})
+    assert ack.progress == {0: Progress(enqueued=4)}
     assert ack.misses == {0: int(1024 * 0.053 * 21)}
     assert rank.next_completion == pytest.approx(1.0 + 10 * page_bytes / 44e9)
     ack = rank.acknowledge(2.0)
     assert ack is not None
-    assert ack.completed == {4: 1}
+    assert ack.progress == {0: Progress(4, 4)}
     assert rank.acknowledge(3.0) is None
 
 

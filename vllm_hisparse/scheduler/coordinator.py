@@ -160,6 +160,7 @@ class HiSparseCoordinator:
     def plan(self, scheduler_output: SchedulerOutput) -> StepMessage:
         """The step's message. Called once every allocation of the step is done."""
         bound = self._bind(scheduler_output)
+        self.ledger.note_step()
         self.pressure.step()
         pages = self.leases.take_changes()
         for record in [r for r in self._grown if r.slot >= 0]:
@@ -181,7 +182,11 @@ class HiSparseCoordinator:
         )
 
     def acknowledge(self, ack: Acknowledgement) -> None:
-        """Apply the workers' answers: leases of enqueued copies may go back, finished pages are published."""
+        """Apply the workers' answers: leases of enqueued copies may go back, finished pages are published.
+
+        Raises RuntimeError, see `TransferLedger.acknowledge`; then nothing has changed.
+        """
+        enqueued, completed = self.ledger.acknowledge(ack)
         for slot, misses in ack.misses.items():
             if (record := self._by_slot.get(slot)) is not None:
                 record.num_misses = misses
@@ -189,7 +194,6 @@ class HiSparseCoordinator:
         for slot, hot_pages in ack.heat.items():
             if (record := self._by_slot.get(slot)) is not None:
                 record.hot_pages = hot_pages
-        enqueued, completed = self.ledger.acknowledge(ack)
         for transfer in enqueued:
             self.leases.enqueued(transfer)
             self._release_cuts(transfer)
@@ -204,6 +208,8 @@ class HiSparseCoordinator:
 
         vLLM asks when a running request cannot be given blocks.
         """
+        if self.ledger.is_overdue:
+            return False  # nobody knows whether what it waits for will ever come
         waits = any(t.cuts for t in self.ledger) or self.pressure.note_shortage()
         self.num_waits += waits
         return waits

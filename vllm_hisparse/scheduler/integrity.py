@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from .residency import STATES, Device
+from .records import Record
+from .residency import STATES, Device, Host
 
 if TYPE_CHECKING:
     from .coordinator import HiSparseCoordinator
@@ -24,7 +25,7 @@ def check(coordinator: "HiSparseCoordinator", retained: Iterable[KVCacheBlock] =
     `retained`: blocks of either pool that vLLM's scheduler holds itself (frees it has deferred).
     """
     retained = list(retained)
-    coordinator.leases.check_integrity(coordinator.records.values())
+    _check_pages(coordinator)
     for record in coordinator.records.values():
         assert not record.needs_region or record.region is not None, (
             f"{record.request_id} cannot read its host pages"
@@ -34,6 +35,36 @@ def check(coordinator: "HiSparseCoordinator", retained: Iterable[KVCacheBlock] =
     _check_host_leases(coordinator, retained)
     _check_device_leases(coordinator, retained)
     coordinator.host_pool.check_integrity()
+
+
+def _check_pages(coordinator: "HiSparseCoordinator") -> None:
+    """Every page's blocks are what its state says, and loose blocks know their pages."""
+    leases = coordinator.leases
+    loose: dict[int, set[tuple[Record, int]]] = {}
+    for record in coordinator.records.values():
+        record.pages.check_integrity()
+        for page in range(len(record.pages)):
+            _check_page(coordinator, record, page)
+            if STATES[record.pages[page]][0] is Device.LOOSE:
+                for block in leases.device_blocks(record, page):
+                    loose.setdefault(block.block_id, set()).add((record, page))
+    assert loose == {b: set(pages) for b, pages in leases._loose.items()}, (
+        "loose blocks and their pages disagree"
+    )
+
+
+def _check_page(coordinator: "HiSparseCoordinator", record: Record, page: int) -> None:
+    device, host, _ = STATES[record.pages[page]]
+    where = (record.request_id, page, record.pages[page].name)
+    blocks = coordinator.leases.device_blocks(record, page)
+    assert all(b.is_null for b in blocks) == (device is Device.GONE), where
+    if device in (Device.LEASED, Device.ARRIVING):
+        assert all(b.ref_cnt > 0 for b in blocks), where
+    if device is Device.LOOSE:
+        assert all(b.block_id in coordinator.pool._reuse_watchers for b in blocks), where
+    block = coordinator.source.host_block(record.request_id, page)
+    assert block.is_null == (host is Host.NONE), where
+    assert block.is_null or block.ref_cnt > 0, where
 
 
 def _check_slots(coordinator: "HiSparseCoordinator") -> None:

@@ -4,7 +4,7 @@ Every method that changes a page advances its state (`residency.py`) and moves t
 same call, so that the two cannot disagree. Which pages, and when, is `pressure.py`'s business.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash
@@ -32,6 +32,7 @@ class PageCounters:
     repinned: int = 0
     evicted: int = 0  # leases given back with the page's device copy, by the option `always_host`
     lost: int = 0  # pages whose device blocks were reused
+    failed: int = 0  # copies, in either direction, that some rank could not make
     deduplicated: int = 0  # pages found on the host when they were to be copied
     host_hits: int = 0  # pages of prefix hits that only the host had
     device_hits: int = 0
@@ -199,18 +200,21 @@ class PageLeases:
 
     def enqueued(self, transfer: Transfer) -> None:
         """Every rank has the copies on its stream: from now on the pages' leases may go back."""
-        for copy in transfer.spills:
+        for copy in transfer.spills if not transfer.has_failed else ():
             if copy.record.alive:
                 copy.record.pages.advance(copy.page, Event.ENQUEUED)
 
     def completed(self, transfer: Transfer) -> None:
         """Every rank has seen the copies end: host pages are valid and published, restored pages readable
-        again.
+        again. If some rank could not make them, pages are where they were.
         """
         for copy in (*transfer.spills, *transfer.restores):
             for block in copy.device_blocks:
                 if self._copying.get(block.block_id) == transfer.transfer_id:
                     del self._copying[block.block_id]
+        if transfer.has_failed:
+            self._failed(transfer)
+            return
         for copy in transfer.spills:
             if transfer.epoch == self._host_pool.epoch:
                 self._source.publish(copy.record.request, copy.page, copy.host_block)
@@ -223,6 +227,20 @@ class PageLeases:
                 copy.record.pages.advance(copy.page, Event.COMPLETED)
                 self._changed[copy.record, copy.page] = None
                 self.counters.restored += 1
+
+    def _failed(self, transfer: Transfer) -> None:
+        """Blocks that copies should have filled go back; whose request is gone gave back device blocks."""
+        for copy in transfer.spills:
+            if copy.record.alive:
+                copy.record.pages.advance(copy.page, Event.FAILED)
+                self._source.unhold(copy.record.request_id, copy.page)
+            self._host_pool.free_blocks([copy.host_block])
+        for copy in transfer.restores:
+            if copy.record.alive:
+                copy.record.pages.advance(copy.page, Event.FAILED)
+                self._clear(copy.record, copy.page)
+                self._pool.free_blocks(copy.device_blocks)
+        self.counters.failed += len(transfer.spills) + len(transfer.restores)
 
     # ---- what the step's message takes along
 
@@ -274,33 +292,3 @@ class PageLeases:
     def _clear(self, record: Record, page: int) -> None:
         for manager in self._resident:
             manager.req_to_blocks[record.request_id][page] = self._pool.null_block
-
-    def check_integrity(self, records: Iterable[Record]) -> None:
-        """Every page's blocks are what its state says, and loose blocks know their pages.
-
-        Raises AssertionError.
-        """
-        loose: dict[int, set[tuple[Record, int]]] = {}
-        for record in records:
-            record.pages.check_integrity()
-            for page in range(len(record.pages)):
-                self._check_page(record, page)
-                if STATES[record.pages[page]][0] is Device.LOOSE:
-                    for block in self.device_blocks(record, page):
-                        loose.setdefault(block.block_id, set()).add((record, page))
-        assert loose == {b: set(pages) for b, pages in self._loose.items()}, (
-            "loose blocks and their pages disagree"
-        )
-
-    def _check_page(self, record: Record, page: int) -> None:
-        device, host, _ = STATES[record.pages[page]]
-        where = (record.request_id, page, record.pages[page].name)
-        blocks = self.device_blocks(record, page)
-        assert all(b.is_null for b in blocks) == (device is Device.GONE), where
-        if device in (Device.LEASED, Device.ARRIVING):
-            assert all(b.ref_cnt > 0 for b in blocks), where
-        if device is Device.LOOSE:
-            assert all(b.block_id in self._pool._reuse_watchers for b in blocks), where
-        if host is not Host.NONE:
-            block = self._source.host_block(record.request_id, page)
-            assert not block.is_null and block.ref_cnt > 0, where

@@ -116,6 +116,10 @@ class SourceManager(FullAttentionManager):
         blocks.extend([self._null_block] * (page + 1 - len(blocks)))
         blocks[page] = block
 
+    def unhold(self, request_id: str, page: int) -> None:
+        """The request has no host copy of `page` any more."""
+        self.req_to_blocks[request_id][page] = self._null_block
+
     def host_block(self, request_id: str, page: int) -> KVCacheBlock:
         """The host block of `page`, the null block if it has none."""
         blocks = self.req_to_blocks.get(request_id, ())

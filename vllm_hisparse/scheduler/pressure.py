@@ -92,6 +92,9 @@ class Pressure:
         for copy in (*spills, *restores):
             if copy.record.alive:
                 self.note_clean(copy.record)
+        for copy in [c for t in completed if t.has_failed for c in t.spills if c.record.alive]:
+            copy.record.next_spill = min(copy.record.next_spill, copy.page)
+            self.note_growth(copy.record)
 
     def note_shortage(self) -> bool:
         """A running request cannot be given blocks. Returns whether this step's message can change that."""

@@ -88,6 +88,7 @@ class Event(Enum):
     SPILL = "spill"
     ENQUEUED = "enqueued"
     COMPLETED = "completed"
+    FAILED = "failed"
     UNPIN = "unpin"
     REPIN = "repin"
     REUSED = "reused"
@@ -100,6 +101,7 @@ EVENTS: dict[Event, str] = {
     Event.SPILL: "a host block is leased and the copy goes into the next message",
     Event.ENQUEUED: "every rank has put the copy on its stream",
     Event.COMPLETED: "every rank has seen the copy end, in either direction",
+    Event.FAILED: "a rank could not enqueue the copy, and no rank's copy of it runs any more",
     Event.UNPIN: "the device lease goes back; the page stays readable until its blocks are reused",
     Event.REPIN: "a lease is taken on blocks that were not reused yet",
     Event.REUSED: "the pool handed out one of the page's blocks",
@@ -112,6 +114,7 @@ TRANSITIONS: dict[tuple[PageState, Event], PageState] = {
     (PageState.DIRTY, Event.SPILL): PageState.SPILLING,
     (PageState.DIRTY, Event.DEDUPLICATE): PageState.CLEAN,
     (PageState.SPILLING, Event.ENQUEUED): PageState.ENQUEUED,
+    (PageState.SPILLING, Event.FAILED): PageState.DIRTY,
     (PageState.ENQUEUED, Event.UNPIN): PageState.DRAINING,
     (PageState.ENQUEUED, Event.COMPLETED): PageState.CLEAN,
     (PageState.DRAINING, Event.REPIN): PageState.ENQUEUED,
@@ -124,6 +127,7 @@ TRANSITIONS: dict[tuple[PageState, Event], PageState] = {
     (PageState.LOOSE, Event.REUSED): PageState.HOST,
     (PageState.HOST, Event.RESTORE): PageState.RESTORING,
     (PageState.RESTORING, Event.COMPLETED): PageState.CLEAN,
+    (PageState.RESTORING, Event.FAILED): PageState.HOST,
 }
 
 _BY_VALUE = tuple(PageState)  # faster than calling the class

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from vllm_hisparse.messages import Acknowledgement, StepMessage
+from vllm_hisparse.messages import Acknowledgement, Progress, StepMessage
 from vllm_hisparse.simulation.hardware import Hardware
 from vllm_hisparse.simulation.model import PAGE_TOKENS, ServedModel
 
@@ -30,7 +30,8 @@ class ModelledRank:
         self._slots: dict[int, _Slot] = {}
         self._bound: dict[str, int] = {}
         self._copying: deque[tuple[float, int]] = deque()  # (when it ends, transfer)
-        self._enqueued: dict[int, int] = {}
+        self._progress = Progress()
+        self._reported = Progress()
         self._misses: dict[int, int] = {}
         self._link_free = 0.0  # when the copies to the host that are enqueued end
         self.spilled_bytes = 0
@@ -51,7 +52,7 @@ class ModelledRank:
             (on_host.add if write.device_blocks[0] < 0 else on_host.discard)(write.page)
         spilled, restored = (len(copies) * self._page_bytes for copies in (message.spill, message.restore))
         if message.transfer_id >= 0:
-            self._enqueued[message.transfer_id] = 1
+            self._progress = self._progress._replace(enqueued=message.transfer_id)
             self._link_free = max(self._link_free, now) + spilled / (self._hardware.to_host_gbps * 1e9)
             self._copying.append((self._link_free, message.transfer_id))
         self.spilled_bytes += spilled
@@ -73,12 +74,13 @@ class ModelledRank:
 
     def acknowledge(self, now: float) -> Acknowledgement | None:
         """What has been enqueued and has ended since the last call."""
-        enqueued, self._enqueued = self._enqueued, {}
         misses, self._misses = self._misses, {}
-        completed = {}
         while self._copying and self._copying[0][0] <= now:
-            completed[self._copying.popleft()[1]] = 1
-        return Acknowledgement(enqueued, completed, misses) if enqueued or completed or misses else None
+            self._progress = self._progress._replace(completed=self._copying.popleft()[1])
+        if self._progress == self._reported and not misses:
+            return None
+        self._reported = self._progress
+        return Acknowledgement({0: self._progress}, misses)
 
     @property
     def next_completion(self) -> float | None:

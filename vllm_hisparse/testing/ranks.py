@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vllm_hisparse.messages import Acknowledgement, Copy, PageWrite, RegionWrite, StepMessage
+from vllm_hisparse.messages import Acknowledgement, Copy, PageWrite, Progress, RegionWrite, StepMessage
 
 __all__ = ["Content", "CopyTiming", "Rank", "Span"]
+
+REPEAT_STEPS = 4  # after so many steps a rank says again how far it is
 
 CopyTiming = Literal["early", "late", "split"]
 """When a copy touches memory: all at enqueue, all at completion, or source early and destination late."""
@@ -54,7 +56,10 @@ class _Transfer:
 class Rank:
     """Memory, tables and the copy stream of one rank. Raises AssertionError for whatever goes wrong."""
 
-    def __init__(self, page_tokens: int, num_parts: int, indexer_tokens: int, timing: CopyTiming) -> None:
+    def __init__(
+        self, number: int, page_tokens: int, num_parts: int, indexer_tokens: int, timing: CopyTiming
+    ) -> None:
+        self.number = number
         self.page_tokens = page_tokens
         self.num_parts = num_parts
         self.indexer_tokens = indexer_tokens
@@ -65,8 +70,11 @@ class Rank:
         self.pages: dict[int, dict[int, PageWrite]] = {}  # by slot and page
         self.regions: dict[int, RegionWrite] = {}  # by slot
         self.copying: deque[_Transfer] = deque()  # in stream order
-        self.enqueued: dict[int, int] = {}
-        self.completed: dict[int, int] = {}
+        self.progress = Progress()
+        self.reported = Progress()
+        self.num_steps = 0
+        self.is_silent = False  # its acknowledgements get lost
+        self.fails = False  # the next transfers cannot be enqueued, and leave torn pages behind
 
     # ---- the message
 
@@ -95,13 +103,26 @@ class Rank:
             self._run_oldest()
 
     def take_acknowledgement(self, misses: dict[int, int]) -> Acknowledgement | None:
-        """What was enqueued and completed since the last call, with the step's `misses` by slot."""
-        enqueued, self.enqueued = self.enqueued, {}
-        completed, self.completed = self.completed, {}
-        return Acknowledgement(enqueued, completed, misses) if enqueued or completed or misses else None
+        """The rank's progress, if there is news or it is time to repeat it, with the step's `misses` by
+        slot.
+        """
+        self.num_steps += 1
+        if self.progress == self.reported and not misses and self.num_steps % REPEAT_STEPS:
+            return None
+        self.reported = self.progress
+        return Acknowledgement({self.number: self.progress}, misses)
 
     def _submit(self, message: StepMessage) -> None:
         transfer = _Transfer(message.transfer_id)
+        assert message.transfer_id == self.progress.enqueued + 1, "a transfer got lost"
+        self.progress = self.progress._replace(enqueued=message.transfer_id)
+        if self.fails:
+            self.progress = self.progress._replace(failed=(*self.progress.failed, message.transfer_id))
+            for is_spill, copies in ((True, message.spill), (False, message.restore)):
+                for copy in copies:
+                    self._write(is_spill, copy, (Content("torn"),) * self.num_parts)
+            self.copying.append(transfer)
+            return
         for is_spill, copies in ((True, message.spill), (False, message.restore)):
             for copy in copies:
                 source = None if self.timing == "late" else self._read(is_spill, copy)
@@ -109,14 +130,13 @@ class Rank:
                     self._write(is_spill, copy, source)
                 transfer.copies.append((is_spill, copy, source))
         self.copying.append(transfer)
-        self.enqueued[message.transfer_id] = 1
 
     def _run_oldest(self) -> None:
         transfer = self.copying.popleft()
         for is_spill, copy, source in transfer.copies:
             if self.timing != "early":
                 self._write(is_spill, copy, self._read(is_spill, copy) if source is None else source)
-        self.completed[transfer.transfer_id] = 1
+        self.progress = self.progress._replace(completed=transfer.transfer_id)
 
     def _read(self, is_spill: bool, copy: Copy) -> tuple[Content, ...]:
         if not is_spill:

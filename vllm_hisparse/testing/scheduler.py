@@ -48,8 +48,8 @@ class SchedulerRig:
         self.coordinator: HiSparseCoordinator = self.scheduler.connector.coordinator
         indexer_tokens = options.page_tokens * options.indexer_pages
         self.ranks = [
-            Rank(options.page_tokens, options.num_parts, indexer_tokens, timing)
-            for _ in range(options.num_ranks)
+            Rank(number, options.page_tokens, options.num_parts, indexer_tokens, timing)
+            for number in range(options.num_ranks)
         ]
         self.requests: dict[str, WorkerRequest] = {}
         self.in_flight: deque[tuple[Any, Any]] = deque()
@@ -57,6 +57,8 @@ class SchedulerRig:
         self.outputs: dict[str, list[int]] = {}
         self.num_refused = 0
         self.num_resets = 0
+        self.num_lost_reports = 0
+        self.acks: list[Acknowledgement] = []  # all that were sent, arrived or not
         self.num_misses = 0  # that every scheduled request reports of its selections
         self.watch_refusals = False
         self._random = random.Random(seed)
@@ -103,6 +105,15 @@ class SchedulerRig:
         self.check()
         return done
 
+    # ---- what goes wrong on the way
+
+    def repeat_report(self, which: int) -> None:
+        """An acknowledgement arrives that has arrived before, was lost, or is ahead of its step's output."""
+        old = [ack for ack in self.acks if ack.progress]
+        if old:
+            self.coordinator.acknowledge(old[which % len(old)])
+            self.check()
+
     # ---- what the engine core does
 
     def step(self, *num_completed: int) -> None:
@@ -133,7 +144,9 @@ class SchedulerRig:
             rank.complete(count)
             misses = {rank.slots[span.request_id]: self.num_misses for span in spans if self.num_misses}
             if (ack := rank.take_acknowledgement(misses)) is not None:
-                acks.append(ack)
+                self.acks.append(ack)
+                self.num_lost_reports += rank.is_silent
+                acks += [] if rank.is_silent else [ack]
         self.in_flight.append((output, self._result(sampled, acks)))
         return message
 

@@ -13,13 +13,17 @@ class CopyQueue(Protocol):
     """Runs copies in the order they are submitted, beside the forward or before it."""
 
     def submit(self, transfer_id: int, copy: Callable[[], None]) -> None:
-        """Enqueue the copies of a transfer. They see everything submitted to the compute stream before."""
+        """Enqueue the copies of a transfer. They see everything submitted to the compute stream before.
+
+        If `copy` raises, so does this; the transfer still counts as completed once what `copy` had enqueued
+        until then has ended.
+        """
 
     def wait(self, transfer_ids: tuple[int, ...]) -> None:
         """Make the compute stream, not the caller, wait for these transfers' copies."""
 
     def take_completed(self) -> list[int]:
-        """Transfers whose copies have ended since the last call. Never blocks."""
+        """Transfers whose copies have ended since the last call, in the order of `submit`. Never blocks."""
 
 
 class InlineCopies:
@@ -30,8 +34,8 @@ class InlineCopies:
 
     def submit(self, transfer_id: int, copy: Callable[[], None]) -> None:
         """Run the copies."""
-        copy()
         self._completed.append(transfer_id)
+        copy()
 
     def wait(self, transfer_ids: tuple[int, ...]) -> None:
         """Nothing to wait for."""
@@ -53,11 +57,13 @@ class StreamCopies:
     def submit(self, transfer_id: int, copy: Callable[[], None]) -> None:
         """Enqueue the copies behind what the compute stream has been given so far."""
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            copy()
-            ended = torch.Event(self._device)
-            ended.record(self._stream)
+        ended = torch.Event(self._device)
         self._pending.append((transfer_id, ended))
+        try:
+            with self._stream:
+                copy()
+        finally:
+            ended.record(self._stream)
 
     def wait(self, transfer_ids: tuple[int, ...]) -> None:
         """Order the compute stream behind these transfers."""

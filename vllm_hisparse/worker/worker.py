@@ -1,8 +1,10 @@
 """The worker side: applies the scheduler's messages to the runtime and counts what it has done."""
 
+import torch
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_hisparse.messages import Acknowledgement, StepMessage, decode
+from vllm_hisparse.messages import Acknowledgement, Progress, StepMessage, decode
 from vllm_hisparse.runtime.runtime import HiSparseRuntime
 from vllm_hisparse.runtime.step import StepShape
 
@@ -12,20 +14,32 @@ __all__ = ["HiSparseWorker"]
 
 HEAT_SAMPLE_STEPS = 32
 MISS_SAMPLE_STEPS = 16  # regions grow slowly, so a look now and then is enough
+REPEAT_STEPS = 16  # a rank says this often how far it is, also without news: a report may have been lost
+MAX_FAILURES = 16  # transfers; with more the error ends the engine, for pages would be tried for ever
+
+logger = init_logger("vllm.vllm_hisparse")
 
 
 class HiSparseWorker:
     """One rank. Knows requests only by their slots; the scheduler names each once, when it is bound."""
 
-    def __init__(self, runtime: HiSparseRuntime, copies: CopyQueue, *, has_dummy_steps: bool) -> None:
-        """`has_dummy_steps`: the engine runs forwards that are no step's (data parallelism)."""
+    def __init__(
+        self, runtime: HiSparseRuntime, copies: CopyQueue, *, rank: int, has_dummy_steps: bool
+    ) -> None:
+        """`rank`: in acknowledgements. `has_dummy_steps`: the engine runs forwards that are no step's (data
+        parallelism).
+        """
         self.runtime = runtime
+        self._rank = rank
         self._copies = copies
         self._has_dummy_steps = has_dummy_steps
         self._slots: dict[str, int] = {}
         self._request_ids: list[str] = []  # of the latest step's batch
         self._batch: list[int] = []  # and their slots
-        self._enqueued: dict[int, int] = {}
+        self._enqueued = -1  # last transfer of a message
+        self._completed = -1
+        self._failed: list[int] = []
+        self._reported = Progress()
         self._misses: dict[int, int] = {}
         self._heat: dict[int, tuple[int, ...]] = {}
         self._num_steps = 0
@@ -60,14 +74,20 @@ class HiSparseWorker:
             self.runtime.set_batch([])
 
     def take_acknowledgement(self) -> Acknowledgement | None:
-        """What was enqueued, completed and sampled since the last call; None if nothing."""
-        completed = dict.fromkeys(self._copies.take_completed(), 1)
-        enqueued, self._enqueued = self._enqueued, {}
+        """The rank's progress, if there is news or it is time to repeat it, and what was sampled since the
+        last call; None if nothing.
+        """
+        for transfer_id in self._copies.take_completed():
+            _check_order("completed", transfer_id, self._completed)
+            self._completed = transfer_id
+        progress = Progress(self._enqueued, self._completed, tuple(self._failed))
+        is_due = progress != self._reported or self._num_steps % REPEAT_STEPS == 0
+        self._reported = progress
         misses, self._misses = self._misses, {}
         heat, self._heat = self._heat, {}
-        if not (enqueued or completed or misses or heat):
+        if not (is_due or misses or heat):
             return None
-        return Acknowledgement(enqueued, completed, misses, heat)
+        return Acknowledgement({self._rank: progress}, misses, heat)
 
     def _apply(self, message: StepMessage) -> None:
         runtime = self.runtime
@@ -82,11 +102,40 @@ class HiSparseWorker:
         if message.pages:
             runtime.write_pages(message.pages)
         if message.transfer_id >= 0:
+            self._submit(message)
+
+    def _submit(self, message: StepMessage) -> None:
+        """Enqueue the message's copies. If that fails, the scheduler is told, and the pages stay where they
+        are.
+        """
+        _check_order("message", message.transfer_id, self._enqueued)
+        self._enqueued = message.transfer_id
+        try:
             self._copies.submit(message.transfer_id, lambda: self._copy(message))
-            self._enqueued[message.transfer_id] = 1
+        except torch.AcceleratorError:
+            raise  # nothing works on this device any more
+        except RuntimeError as error:
+            self._failed.append(message.transfer_id)
+            if len(self._failed) > MAX_FAILURES:
+                raise
+            logger.error(
+                "HiSparse: rank %d could not enqueue transfer %d (%d pages to the host, %d back); they stay "
+                "where they are: %s",
+                self._rank,
+                message.transfer_id,
+                len(message.spill),
+                len(message.restore),
+                error,
+            )
 
     def _copy(self, message: StepMessage) -> None:
         if message.spill:
             self.runtime.spill(message.spill)
         if message.restore:
             self.runtime.restore(message.restore)
+
+
+def _check_order(what: str, transfer_id: int, last: int) -> None:
+    """Raise RuntimeError unless the transfer follows the last one: progress says nothing about gaps."""
+    if transfer_id != last + 1:
+        raise RuntimeError(f"{what}: transfer {transfer_id} follows transfer {last}; need the next one")
