@@ -7,16 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
-from vllm_hisparse.cli.doctor import checks, command, probes
+from vllm_hisparse.cli.doctor import checks, command, probes, speed
 from vllm_hisparse.cli.doctor.checks import CHECKS, Finding, Status, check_all
 from vllm_hisparse.cli.doctor.machine import Gpu, Machine, NumaNode
 from vllm_hisparse.config import GIB, MIB
-from vllm_hisparse.ops.load import TORCH_FLOOR
+from vllm_hisparse.ops.load import TORCH_FLOOR, load_library
 
-GPU = Gpu("NVIDIA H200", (9, 0), link_generation=5, link_width=16, max_link_width=16, copy_gb_per_s=55.0)
+GPU = Gpu(
+    "NVIDIA H200",
+    (9, 0),
+    link_generation=5,
+    link_width=16,
+    max_link_width=16,
+    copy_gb_per_s=55.0,
+    fetch_gb_per_s=47.0,
+)
 GOOD = Machine(
     vllm_version="0.33.1",
     torch_version="2.11.0+cu130",
@@ -50,8 +59,17 @@ CASES: list[tuple[Check, dict[str, Any], Status, str]] = [
     (checks.cuda_driver, {"torch_cuda": "13.2"}, OK, "torch has 13.2"),  # minor versions are compatible
     (checks.cuda_driver, {"driver_cuda": (12, 8)}, FAIL, "serves CUDA 12.8"),
     (checks.cuda_driver, {"driver_cuda": None}, WARN, "cannot be read"),
-    (checks.cuda_driver, {"torch_cuda": None}, FAIL, "without CUDA"),
-    (checks.cuda_driver, {"gpus": ()}, SKIPPED, "no CUDA device"),
+    (checks.cuda_driver, {"torch_cuda": None, "gpus": ()}, FAIL, "without CUDA"),
+    (checks.cuda_driver, {"driver_cuda": (12, 8), "gpus": ()}, FAIL, "serves CUDA 12.8, torch has 13.0"),
+    (checks.cuda_driver, {"gpus": ()}, FAIL, "torch sees no device"),
+    (checks.cuda_driver, {"driver_cuda": None, "gpus": ()}, FAIL, "no libcuda.so.1"),
+    (
+        checks.cuda_driver,
+        {"driver_version": None, "driver_cuda": None, "gpus": ()},
+        SKIPPED,
+        "no CUDA device",
+    ),
+    (checks.cuda_driver, {"driver_cuda": None, "torch_cuda": None, "gpus": ()}, SKIPPED, "no CUDA device"),
     (checks.gpu_generation, {}, OK, "2 x NVIDIA H200 (sm_90)"),
     (checks.gpu_generation, {"gpus": (replace(GPU, capability=(8, 0)),)}, FAIL, "sm_80"),
     (checks.gpu_generation, {"gpus": ()}, SKIPPED, "no CUDA device"),
@@ -104,10 +122,22 @@ CASES: list[tuple[Check, dict[str, Any], Status, str]] = [
     (checks.pcie_link, {"gpus": (replace(GPU, link_generation=3),)}, WARN, "Gen3 x16"),
     (checks.pcie_link, {"gpus": (replace(GPU, link_generation=None),)}, SKIPPED, "driver does not say"),
     (checks.pcie_link, {"gpus": ()}, SKIPPED, "no CUDA device"),
-    (checks.copy_speed, {}, OK, "55.0 GB/s on the slowest of 2 GPUs"),
-    (checks.copy_speed, {"gpus": (replace(GPU, copy_gb_per_s=12.0),)}, WARN, "12.0 GB/s"),
-    (checks.copy_speed, {"gpus": (replace(GPU, copy_gb_per_s=None),)}, SKIPPED, "not measured"),
-    (checks.copy_speed, {"gpus": ()}, SKIPPED, "no CUDA device"),
+    (
+        checks.host_reads,
+        {"gpus": (GPU, replace(GPU, copy_gb_per_s=54.0))},
+        OK,
+        "54.0 GB/s by the copy engine, 47.0 GB/s in rows by our kernel; on the slowest of 2 GPUs",
+    ),
+    (checks.host_reads, {"gpus": (replace(GPU, copy_gb_per_s=12.0),)}, WARN, "12.0 GB/s"),
+    (checks.host_reads, {"gpus": (replace(GPU, fetch_gb_per_s=9.0),)}, WARN, "9.0 GB/s in rows"),
+    (checks.host_reads, {"gpus": (replace(GPU, fetch_gb_per_s=None),)}, OK, "55.0 GB/s by the copy engine"),
+    (
+        checks.host_reads,
+        {"gpus": (replace(GPU, copy_gb_per_s=None, fetch_gb_per_s=None),)},
+        SKIPPED,
+        "not measured",
+    ),
+    (checks.host_reads, {"gpus": ()}, SKIPPED, "no CUDA device"),
 ]
 
 
@@ -187,30 +217,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_cgroup_version_2(tmp_path: Path) -> None:
-    """The limit of a parent holds for its children; "max" is none."""
-    proc = write(tmp_path / "proc", {"self/cgroup": "0::/pod/container\n"})
-    files = {
-        "pod/memory.max": "4096\n",
-        "pod/memory.current": "1024\n",
-        "pod/container/memory.max": "max\n",
-        "pod/container/memory.current": "1000\n",
-    }
-    assert probes.probe_cgroup(write(tmp_path / "cgroup", files), proc) == (4096, 1024)
-    assert probes.probe_cgroup(tmp_path / "nowhere", proc) == (None, 0)
-
-
-def test_cgroup_version_1(tmp_path: Path) -> None:
-    proc = write(tmp_path / "proc", {"self/cgroup": "5:cpu:/\n4:memory:/box\n"})
-    files = {
-        "memory/memory.limit_in_bytes": "9223372036854771712\n",
-        "memory/box/memory.limit_in_bytes": "8192\n",
-        "memory/box/memory.usage_in_bytes": "100\n",
-    }
-    assert probes.probe_cgroup(write(tmp_path / "cgroup", files), proc) == (8192, 100)
-
-
-def test_numa_and_available_memory(tmp_path: Path) -> None:
+def test_numa(tmp_path: Path) -> None:
     info = "Node {0} MemTotal:       {1} kB\nNode {0} MemFree:        {2} kB\n"
     files = {
         f"node{n}/meminfo": info.format(n, total, free)
@@ -219,8 +226,54 @@ def test_numa_and_available_memory(tmp_path: Path) -> None:
     nodes = probes.probe_numa(write(tmp_path, files))
     assert nodes == (NumaNode(2, 4096, 3072), NumaNode(10, 8192, 1024))
     assert probes.probe_numa(tmp_path / "nowhere") == ()
-    write(tmp_path, {"meminfo": "MemTotal: 9 kB\nMemAvailable:       7 kB\n"})
-    assert probes.probe_available(tmp_path) == 7 << 10
+
+
+def test_what_nvidia_smi_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = (
+        "GPU-aaaa, 5, 16, 16, 580.159.04\n"
+        "GPU-bbbb, [N/A], 8, [Not Supported], 580.159.04\n"
+        "No devices were found\n"
+    )
+    monkeypatch.setattr(probes, "_output", lambda command: said)
+    known = probes._nvidia_smi()
+    assert list(known) == ["GPU-aaaa", "GPU-bbbb"]
+    widths = [probes._integer(row["pcie.link.width.max"]) for row in known.values()]
+    assert widths == [16, None]
+
+
+def test_the_driver_is_asked_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = (
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
+        "GCC version:  gcc version 13.3.0\n"
+    )
+    monkeypatch.setattr(probes, "_output", lambda command: "")
+    monkeypatch.setattr(probes.ctypes, "CDLL", Library)
+    proc = write(tmp_path, {"driver/nvidia/version": said})
+    assert probes.probe_driver(proc) == ("580.159.04", (13, 1))
+    assert probes.probe_driver(tmp_path / "nowhere") == (None, (13, 1))
+
+
+class Library:
+    """libcuda.so.1 of a driver that serves CUDA 13.1."""
+
+    def __init__(self, name: str) -> None:
+        assert name == "libcuda.so.1"
+
+    def cuDriverGetVersion(self, number: Any) -> int:  # noqa: N802 the driver's name
+        number._obj.value = 13010
+        return 0
+
+
+def test_the_kernel_that_is_measured_reads_what_it_should() -> None:
+    load_library("cpu")
+    host = torch.randint(0, 256, (500, speed.LAYERS * speed.ROW_BYTES), dtype=torch.uint8)
+    fetch, pool, rows = speed.fetch_rows(host, torch.device("cpu"), requests=3, misses=128)
+    fetch()
+    found = pool.view(
+        3, 2, speed.LAYERS, speed.BLOCK_SIZE, speed.ROW_BYTES
+    )  # [region, block, layer, slot, byte]
+    found = found.permute(0, 1, 3, 2, 4).reshape(3, 128, -1)
+    assert torch.equal(found, host[rows])
 
 
 def test_probes_of_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

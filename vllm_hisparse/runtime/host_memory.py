@@ -5,12 +5,13 @@ lives.
 import mmap
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 from vllm.logger import init_logger
 
-__all__ = ["HostMemory", "available_bytes", "host_memory"]
+from .available import available_bytes
+
+__all__ = ["HostMemory", "host_memory"]
 
 logger = init_logger("vllm.vllm_hisparse")
 GIB = 2**30
@@ -33,22 +34,6 @@ def host_memory(num_bytes: int, pinned: bool) -> "HostMemory":
         _kept.clear()
         _kept[key] = HostMemory(num_bytes, pinned)
     return _kept[key]
-
-
-def available_bytes() -> int:
-    """Bytes that this process can still take: what the kernel reports, and the control group's limit if
-    lower.
-    """
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, usage = (_cgroup_value(name) for name in ("memory.max", "memory.current"))
-    return available if limit is None else min(available, limit - (usage or 0))
-
-
-def _cgroup_value(name: str) -> int | None:
-    path = Path("/sys/fs/cgroup") / name
-    text = path.read_text().strip() if path.exists() else "max"
-    return None if text == "max" else int(text)
 
 
 class HostMemory:

@@ -19,6 +19,7 @@ SLOW_GENERATION = 4
 SLOW_WIDTH = 16
 SLOW_COPY_GB_PER_S = 20.0
 HOST_HEADROOM = 0.9  # share of the available host memory that pools may take
+PASS_GPUS = "pass the GPUs to the container (--gpus all), and look at CUDA_VISIBLE_DEVICES and nvidia-smi"
 OUR_PLATFORM = "hisparse_cpu"
 OUR_GENERAL_PLUGIN = "hisparse"
 
@@ -66,27 +67,27 @@ def torch_version(machine: Machine) -> Finding:
 
 
 def cuda_driver(machine: Machine) -> Finding:
-    """The driver serves the CUDA that torch was built for (it has to know its major version)."""
-    if not machine.gpus:
-        return Finding("CUDA driver", Status.SKIPPED, "no CUDA device")
+    """The driver serves the CUDA that torch was built for (it has to know its major version), and torch sees
+    its devices.
+    """
+    name = "CUDA driver"
+    driver = f"driver {machine.driver_version or 'of unknown version'}"
+    if machine.driver_cuda is None and not machine.gpus:
+        if machine.torch_cuda is None or machine.driver_version is None:
+            return Finding(name, Status.SKIPPED, "no CUDA device")
+        return Finding(name, Status.FAIL, f"{driver}, but no libcuda.so.1 and no device", PASS_GPUS)
     if machine.torch_cuda is None:
-        return Finding(
-            "CUDA driver",
-            Status.FAIL,
-            "torch was built without CUDA",
-            "install a CUDA build of torch and vLLM",
-        )
+        remedy = "install a CUDA build of torch and vLLM"
+        return Finding(name, Status.FAIL, f"{driver}, but torch was built without CUDA", remedy)
     if machine.driver_cuda is None:
-        return Finding("CUDA driver", Status.WARN, "the driver's version cannot be read", "run nvidia-smi")
+        return Finding(name, Status.WARN, f"{driver}: the CUDA it serves cannot be read", "run nvidia-smi")
     needed, served = _release(machine.torch_cuda), machine.driver_cuda
-    text = (
-        f"driver {machine.driver_version} serves CUDA {served[0]}.{served[1]}, torch has {machine.torch_cuda}"
-    )
+    text = f"{driver} serves CUDA {served[0]}.{served[1]}, torch has {machine.torch_cuda}"
     if served[0] < needed[0]:
-        return Finding(
-            "CUDA driver", Status.FAIL, text, "install a newer driver, or a torch for an older CUDA"
-        )
-    return Finding("CUDA driver", Status.OK, text)
+        return Finding(name, Status.FAIL, text, "install a newer driver, or a torch for an older CUDA")
+    if not machine.gpus:
+        return Finding(name, Status.FAIL, f"{text}, but torch sees no device", PASS_GPUS)
+    return Finding(name, Status.OK, text)
 
 
 def gpu_generation(machine: Machine) -> Finding:
@@ -254,19 +255,25 @@ def pcie_link(machine: Machine) -> Finding:
     return Finding("PCIe link", Status.OK, text)
 
 
-def copy_speed(machine: Machine) -> Finding:
-    """What the link measures, from pinned host memory to the device."""
+def host_reads(machine: Machine) -> Finding:
+    """What the link measures, from pinned host memory to the device: as a whole, and in rows."""
+    name = "host reads"
     if not machine.gpus:
-        return Finding("host reads", Status.SKIPPED, "no CUDA device")
-    speeds = [gpu.copy_gb_per_s for gpu in machine.gpus if gpu.copy_gb_per_s is not None]
-    if not speeds:
-        return Finding("host reads", Status.SKIPPED, "not measured")
-    text = f"{min(speeds):.1f} GB/s" + (f" on the slowest of {len(speeds)} GPUs" if len(speeds) > 1 else "")
-    if min(speeds) < SLOW_COPY_GB_PER_S:
-        return Finding(
-            "host reads", Status.WARN, text, "misses cost more: check the PCIe link and NUMA binding"
-        )
-    return Finding("host reads", Status.OK, text)
+        return Finding(name, Status.SKIPPED, "no CUDA device")
+    measured = [(gpu.copy_gb_per_s, "by the copy engine") for gpu in machine.gpus]
+    measured += [(gpu.fetch_gb_per_s, "in rows by our kernel") for gpu in machine.gpus]
+    slowest: dict[str, float] = {}
+    for speed, how in measured:
+        if speed is not None:
+            slowest[how] = min(speed, slowest.get(how, speed))
+    if not slowest:
+        return Finding(name, Status.SKIPPED, "not measured")
+    text = ", ".join(f"{speed:.1f} GB/s {how}" for how, speed in slowest.items())
+    if len(machine.gpus) > 1:
+        text += f"; on the slowest of {len(machine.gpus)} GPUs"
+    if min(slowest.values()) < SLOW_COPY_GB_PER_S:
+        return Finding(name, Status.WARN, text, "misses cost more: check the PCIe link and NUMA binding")
+    return Finding(name, Status.OK, text)
 
 
 CHECKS: tuple[Callable[[Machine], Finding], ...] = (
@@ -283,7 +290,7 @@ CHECKS: tuple[Callable[[Machine], Finding], ...] = (
     host_memory,
     numa,
     pcie_link,
-    copy_speed,
+    host_reads,
 )
 
 

