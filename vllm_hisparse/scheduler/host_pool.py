@@ -4,9 +4,20 @@ from collections.abc import Callable, Iterator, Sequence
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.request import Request
 
 __all__ = ["HostPool"]
+
+
+class _OneBlock:
+    """Stands for a row of blocks of which vLLM looks at a single one, so that no row has to be made up."""
+
+    def __init__(self, block: KVCacheBlock) -> None:
+        self._block = block
+
+    def __getitem__(self, page: slice | int) -> list[KVCacheBlock] | KVCacheBlock:
+        return [self._block] if isinstance(page, slice) else self._block
 
 
 class HostPool(BlockPool):
@@ -15,8 +26,11 @@ class HostPool(BlockPool):
 
     That second half is what lets an idle device serve prefix hits without spending a single host block. A
     lookup answers with the device's block where there is one (no copy, no hot region needed), else with the
-    host's; `KVCacheBlock.pool` tells which. Events go to the device pool's queue, which is the one vLLM
-    drains.
+    host's; `KVCacheBlock.pool` tells which.
+
+    Events go to the device pool's queue, which is the one vLLM drains: in one order for both tiers, as clearing
+    them asks for. Their medium is "CPU", and they tell of pages, not of blocks: a page is stored once and removed
+    once, whatever number of blocks hold it in between.
     """
 
     def __init__(self, num_blocks: int, device_pool: BlockPool, resident_group_ids: list[int]) -> None:
@@ -92,6 +106,22 @@ class HostPool(BlockPool):
         block.ref_cnt = 1
         return block
 
+    def publish(
+        self, request: Request, page: int, block: KVCacheBlock, page_tokens: int, group_id: int
+    ) -> None:
+        """Make a written page of the request findable by its hash, as page of the group `group_id`."""
+        self.cache_full_blocks(request, _OneBlock(block), page, page + 1, page_tokens, group_id)
+        assert block.block_hash is not None
+        self.num_published += 1
+        if self.enable_kv_cache_events and self._published_block(block.block_hash) is not block:
+            self.kv_event_queue.pop()  # it is stored already
+
+    def _emit_block_removed_events(self, block_hashes: list[BlockHashWithGroupId]) -> None:
+        super()._emit_block_removed_events([h for h in block_hashes if self._published_block(h) is None])
+
+    def _published_block(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
+        return self.cached_block_hash_to_block.get_one_block(key)
+
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         evicted = super()._maybe_evict_cached_block(block)
         self.num_evictions += evicted
@@ -99,11 +129,13 @@ class HostPool(BlockPool):
         return evicted
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every published page.
+        """Forget every published page, unless the device pool is in use: vLLM resets both or fails.
 
         Blocks that copies in flight still write to are kept from reuse throughout.
         """
         held = self._before_reset() if self._before_reset is not None else []
+        if self._device_pool.get_num_free_blocks() < self._device_pool.num_gpu_blocks - 1:
+            return False
         self.free_blocks(held)
         done = super().reset_prefix_cache()
         self.touch(held)

@@ -21,16 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["ResidentManager", "SourceManager"]
 
 
-class _OneBlock:
-    """Stands for a row of blocks of which vLLM looks at a single one, so that no row has to be made up."""
-
-    def __init__(self, block: KVCacheBlock) -> None:
-        self._block = block
-
-    def __getitem__(self, page: slice | int) -> list[KVCacheBlock] | KVCacheBlock:
-        return [self._block] if isinstance(page, slice) else self._block
-
-
 class SourceManager(FullAttentionManager):
     """The host tier: `req_to_blocks[request][page]` is the page's host block, or the null block while it has
     none.
@@ -130,10 +120,7 @@ class SourceManager(FullAttentionManager):
         if not self.enable_caching or block.block_hash is not None:
             return
         if (page + 1) * self.block_size <= len(request.block_hashes) * self.host_pool.hash_block_size:
-            self.host_pool.cache_full_blocks(
-                request, _OneBlock(block), page, page + 1, self.block_size, self.kv_cache_group_id
-            )
-            self.host_pool.num_published += block.block_hash is not None
+            self.host_pool.publish(request, page, block, self.block_size, self.kv_cache_group_id)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Host leases of written pages. Those of copies in flight stay with their transfer."""

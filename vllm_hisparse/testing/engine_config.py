@@ -62,6 +62,7 @@ class EngineOptions:
     always_host: bool = False
     kv_role: str = "kv_both"
     num_drafts: int = 0
+    kv_events: str | None = None  # directory in which events are published and replayed, as ZMQ sockets
 
     @property
     def num_hot_blocks(self) -> int:
@@ -81,6 +82,7 @@ def make_vllm_config(options: EngineOptions, directory: Path) -> Any:
         SpeculativeConfig,
         VllmConfig,
     )
+    from vllm.config import KVEventsConfig
     from vllm.config.attention import HiSparseConfig
 
     install()
@@ -122,6 +124,13 @@ def make_vllm_config(options: EngineOptions, directory: Path) -> Any:
     engine.attention_config.hisparse_config = HiSparseConfig(
         device_buffer_size=options.hot_rows, eager_host_mirror=options.eager_host_mirror
     )
+    if options.kv_events is not None:
+        engine.kv_events_config = KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=f"ipc://{options.kv_events}/events",
+            replay_endpoint=f"ipc://{options.kv_events}/replay",
+        )
     engine.kv_transfer_config = KVTransferConfig(
         kv_connector="HiSparseConnector",
         kv_role=options.kv_role,
