@@ -28,9 +28,9 @@ class HostPool(BlockPool):
     lookup answers with the device's block where there is one (no copy, no hot region needed), else with the
     host's; `KVCacheBlock.pool` tells which.
 
-    Events go to the device pool's queue, which is the one vLLM drains: in one order for both tiers, as clearing
-    them asks for. Their medium is "CPU", and they tell of pages, not of blocks: a page is stored once and removed
-    once, whatever number of blocks hold it in between.
+    Events go to the device pool's queue, which is the one vLLM drains: in one order for both tiers, as
+    clearing them asks for. Their medium is "CPU", and they tell of pages, not of blocks: a page is stored
+    once and removed once, whatever number of blocks hold it in between.
     """
 
     def __init__(self, num_blocks: int, device_pool: BlockPool, resident_group_ids: list[int]) -> None:

@@ -75,6 +75,7 @@ def make_vllm_config(options: EngineOptions, directory: Path) -> Any:
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
+        KVEventsConfig,
         KVTransferConfig,
         ModelConfig,
         ParallelConfig,
@@ -82,7 +83,6 @@ def make_vllm_config(options: EngineOptions, directory: Path) -> Any:
         SpeculativeConfig,
         VllmConfig,
     )
-    from vllm.config import KVEventsConfig
     from vllm.config.attention import HiSparseConfig
 
     install()
