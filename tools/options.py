@@ -4,8 +4,8 @@ from vllm_hisparse import config
 
 # What config.py has no room for. A missing or surplus key is an error.
 MEANINGS = {
-    "host_pool_gib": "Size of the pinned host pool of each rank in GiB. Required. `vllm-hisparse plan` "
-    "says how much is of use.",
+    "host_pool_gib": "Size in GiB of the pinned host pool, one for all ranks of a data-parallel replica on a "
+    "node. Required. `vllm-hisparse plan` says how much is of use.",
     "low_watermark": "Share of free device blocks below which pages are given up.",
     "high_watermark": "Share of free device blocks below which sealed pages are copied to the host, and "
     "above which pages return and hot regions grow.",

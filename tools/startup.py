@@ -7,13 +7,15 @@ from vllm_hisparse.planning.machines import GPU_UTILIZATION, kv_memory_bytes
 from vllm_hisparse.planning.models import load_model
 from vllm_hisparse.planning.report import startup_lines
 
-MODEL, GPU, RANKS, CONTEXT, NODE_GIB = "glm-5.2", "h200", 8, 131072, 2048
+MODEL, GPU, RANKS, CONTEXT, POOL_GIB = "glm-5.2", "h200", 8, 131072, 256
 
 
 def plan() -> str:
     """The command and what it prints."""
-    command = f"vllm-hisparse plan {MODEL} --gpu {GPU} --tp {RANKS} --context {CONTEXT} --host-gib {NODE_GIB}"
-    return _indented(f"$ {command}\n{text(report(_example(), RANKS, GPU, GPU_UTILIZATION))}")
+    setup = f"--gpu {GPU} --tp {RANKS} --context {CONTEXT} --host-pool-gib {POOL_GIB}"
+    return _indented(
+        f"$ vllm-hisparse plan {MODEL} {setup}\n{text(report(_example(), RANKS, GPU, GPU_UTILIZATION))}"
+    )
 
 
 def log() -> str:
@@ -25,7 +27,7 @@ def log() -> str:
 
 def _example() -> Estimate:
     model = load_model(MODEL)
-    return estimate(Setup(model, kv_memory_bytes(model, GPU, RANKS, 0), CONTEXT, NODE_GIB * GIB // RANKS))
+    return estimate(Setup(model, kv_memory_bytes(model, GPU, RANKS, 0), CONTEXT, POOL_GIB * GIB))
 
 
 def _indented(block: str) -> str:

@@ -52,7 +52,7 @@ class HiSparseConfig:
     Rows count per request and layer; watermarks are shares of the device pool's blocks.
     """
 
-    host_pool_gib: float
+    host_pool_gib: float  # of a data-parallel replica on a node, whatever the number of its ranks
     top_k: int
     verify_rows: int  # query rows a request may select for in one decode step: 1 + speculative tokens
     start_hot_rows: int  # slots of a region when it is granted: vLLM's device_buffer_size, the papers' B

@@ -78,7 +78,12 @@ METRICS = (
         "overflowed_rows", Counter, "Selected rows that found no slot. Anything above 0 is a fault.", "rank"
     ),
     Metric("host_read_bytes", Counter, "Bytes of missing rows read from the host pool.", "rank"),
-    Metric("spilled_bytes", Counter, "Bytes of pages copied to the host pool.", "rank"),
+    Metric(
+        "spilled_bytes",
+        Counter,
+        "Bytes of pages copied to the host pool, by the first of the ranks that share it.",
+        "rank",
+    ),
     Metric("restored_bytes", Counter, "Bytes of pages copied back to the device pool.", "rank"),
     # From the scheduler.
     Metric("requests", Gauge, "Requests that hold blocks, by residency.", "residency", RESIDENCIES),

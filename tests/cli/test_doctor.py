@@ -40,7 +40,7 @@ GOOD = Machine(
     available_bytes=1000 * GIB,
     numa=(NumaNode(0, 600 * GIB, 500 * GIB), NumaNode(1, 600 * GIB, 500 * GIB)),
     host_pool_bytes=200 * GIB,
-    num_ranks=2,
+    num_replicas=2,
 )
 BARE = Machine()
 
@@ -173,7 +173,7 @@ def doctor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     app.command()(command.doctor)
 
     def run(machine: Machine, *arguments: str) -> Any:
-        monkeypatch.setattr(command, "probe", lambda host_pool_gib, num_ranks: machine)
+        monkeypatch.setattr(command, "probe", lambda host_pool_gib, num_replicas: machine)
         return CliRunner().invoke(app, arguments)
 
     return run

@@ -35,13 +35,13 @@ def run_json(*arguments: str) -> dict[str, Any]:
 
 
 def test_text() -> None:
-    output = run(*GLM, "--host-gib", "2048")
+    output = run(*GLM, "--host-pool-gib", "256")
     for part in (
         "glm-5.2: requests of 202,752 tokens, fp8 KV (656 bytes a row), 8 GPUs",
         "with hot regions of 4,096 rows, ",
         "limited by host: raise host_pool_gib",
         "estimated for h200",
-        "256 GiB a rank, 2,048 GiB on the node",
+        "256 GiB, one for all 8 GPUs; with ",
     ):
         assert part in output, part
 
@@ -53,7 +53,6 @@ def test_json_says_what_the_estimate_says() -> None:
         assert content[key]["value"] == pytest.approx(float(getattr(result, key).value), abs=1e-4)
         assert content[key]["limit"] == getattr(result, key).limit
     assert content["host_pool_gib"] == result.host_budget_bytes / GIB
-    assert content["node_host_gib"] == 8 * content["host_pool_gib"]
     assert content["gpu"] is None
     assert content["starts"]
 
@@ -61,8 +60,9 @@ def test_json_says_what_the_estimate_says() -> None:
 def test_the_serve_line_is_what_was_planned() -> None:
     words = shlex.split(
         run_json(
-            *GLM, "--host-gib", "2048", "--mtp", "1", "--max-num-seqs", "64", "--device-buffer-size", "8192",
-            "--option", "skip_io=false", "--no-async-scheduling", "--gpu-memory-utilization", "0.9",
+            *GLM, "--host-pool-gib", "256", "--mtp", "1", "--max-num-seqs", "64",
+            "--device-buffer-size", "8192", "--option", "skip_io=false", "--no-async-scheduling",
+            "--gpu-memory-utilization", "0.9",
         )["serve"]
     )  # fmt: skip
     assert words[:3] == ["vllm", "serve", "zai-org/GLM-5.2-FP8"]
@@ -110,8 +110,7 @@ def test_a_path(tmp_path: Path) -> None:
         (("glm-5.2", "--gpu", "h100", "--tp", "8"), "GiB too small for glm-5.2"),
         (("glm-4", "--kv-gib", "1"), "got model 'glm-4'"),
         (("glm-5.2", "--kv-gib", "0"), "got --kv-gib 0; need"),
-        (("glm-5.2", "--kv-gib", "9", "--host-gib", "9", "--host-pool-gib", "9"), "need one of them"),
-        (("glm-5.2", "--kv-gib", "9", "--host-gib", "-1"), "got -1 GiB of host memory"),
+        (("glm-5.2", "--kv-gib", "9", "--host-pool-gib", "-1"), "got -1 GiB of host memory"),
         (("glm-5.2", "--kv-gib", "9", "--option", "policy"), "got --option policy; need KEY=JSON"),
         (("glm-5.2", "--kv-gib", "9", "--option", "host_pool_gib=3"), "need --host-pool-gib"),
         (("glm-5.2", "--kv-gib", "9", "--option", "polcy=1"), "got unknown options ['polcy']"),

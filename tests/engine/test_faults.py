@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.planted import Deaf
 from tests.engine.workload import ENGINE_ARGS, ModelPath, Reference, differences, prompts
 from vllm_hisparse import ops
 from vllm_hisparse.messages import Copy, PageWrite
@@ -20,13 +21,6 @@ from vllm_hisparse.testing.models import SEPARATE
 pytestmark = pytest.mark.engine
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-
-
-class Deaf(LateCopies):
-    """Copies that nobody waits for."""
-
-    def wait(self, transfer_ids: tuple[int, ...]) -> None:
-        self.num_waited += len(transfer_ids)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import typer
 from vllm_hisparse.cli.plan_report import report, text
 from vllm_hisparse.config import GIB, user_error
 from vllm_hisparse.planning.estimate import (
-    HOST_STEP,
     KV_DTYPES,
     MAX_NUM_SEQS,
     STEP_TOKENS,
@@ -38,11 +37,9 @@ KvGib = Annotated[
     float | None, typer.Option(help="KV memory of one GPU: 'Available KV cache memory' in vLLM's log.")
 ]
 Context = Annotated[int | None, typer.Option(help="Longest request in tokens: --max-model-len.")]
-HostGib = Annotated[
-    float | None, typer.Option(help="Host memory of the node to pin, shared out among its GPUs.")
-]
 HostPoolGib = Annotated[
-    float | None, typer.Option(help="Or the host pool of one rank, as the connector takes it.")
+    float | None,
+    typer.Option(help="Host memory to pin on a node, one pool for all its GPUs, as the connector takes it."),
 ]
 MaxSeqs = Annotated[int, typer.Option(help="Requests that vLLM runs at a time.")]
 StepTokens = Annotated[int, typer.Option(help="Tokens of a step.")]
@@ -63,7 +60,6 @@ def plan(
     context: Context = None,
     mtp: Annotated[int, typer.Option(help="Speculative tokens of the model's MTP layer.")] = 0,
     kv_dtype: Annotated[str, typer.Option(help=f"Of KV rows: {', '.join(KV_DTYPES)}.")] = "fp8",
-    host_gib: HostGib = None,
     host_pool_gib: HostPoolGib = None,
     max_num_seqs: MaxSeqs = MAX_NUM_SEQS,
     max_num_batched_tokens: StepTokens = STEP_TOKENS,
@@ -84,7 +80,7 @@ def plan(
             context=context
             if context is not None
             else min(DEFAULT_CONTEXT, shape.max_context or DEFAULT_CONTEXT),
-            host_pool_bytes=_host_pool_bytes(host_gib, host_pool_gib, tp),
+            host_pool_bytes=_host_pool_bytes(host_pool_gib),
             speculative_tokens=mtp,
             kv_dtype=kv_dtype,
             max_requests=max_num_seqs,
@@ -124,22 +120,14 @@ def _kv_bytes(
     return left
 
 
-def _host_pool_bytes(node_gib: float | None, pool_gib: float | None, tp: int) -> int | None:
-    """Host pool of one rank in bytes; a rank's share of the node's memory in whole 16 MiB."""
-    if node_gib is not None and pool_gib is not None:
-        raise user_error(
-            got="--host-gib and --host-pool-gib",
-            need="one of them",
-            because="they say the same for a node and a rank",
-        )
-    given = node_gib if node_gib is not None else pool_gib
+def _host_pool_bytes(given: float | None) -> int | None:
     if given is None:
         return None
     if not 0 < given < float("inf"):
         raise user_error(
             got=f"{given:g} GiB of host memory", need="a finite size above 0", because="KV lives there"
         )
-    return int(given * GIB) if node_gib is None else int(given * GIB) // tp // HOST_STEP * HOST_STEP
+    return int(given * GIB)
 
 
 def _parse(options: list[str]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ DIGITS = 4
 
 
 def report(result: Estimate, tensor_parallel: int, gpu: str | None, utilization: float) -> dict[str, Any]:
-    """Everything about a plan as JSON values. GiB of one GPU or one rank, but for `node_host_gib`.
+    """Everything about a plan as JSON values. GiB of one GPU, or of the host pool that the GPUs share.
 
     `gpu`: the GPU that KV memory was estimated from, None if it was given.
     """
@@ -48,7 +48,6 @@ def report(result: Estimate, tensor_parallel: int, gpu: str | None, utilization:
         "host_pool_gib": given / GIB,
         "used_host_gib": round(pool_gib, DIGITS),
         "needed_host_pool_gib": round(result.needed_host_pool_bytes / GIB, DIGITS),
-        "node_host_gib": given / GIB * tensor_parallel,
         "admission_blocks": need.admission_blocks,
         "steady_blocks": need.steady_blocks(need.start_hot_blocks),
         "floor_blocks": need.steady_blocks(need.floor_hot_blocks),
@@ -125,8 +124,8 @@ def text(content: dict[str, Any]) -> str:
         f"  KV memory   {content['kv_gib']:,.1f} GiB a GPU, {source}",
         f"  device pool {content['num_device_blocks']:,} blocks of {content['block_bytes']:,} bytes, "
         f"{content['num_regions']} hot regions",
-        f"  host pool   {content['host_pool_gib']:,g} GiB a rank, {content['node_host_gib']:,g} GiB on the "
-        f"node; with {content['needed_host_pool_gib']:,.1f} a rank it is no limit",
+        f"  host pool   {content['host_pool_gib']:,g} GiB{_sharers(content)}; "
+        f"with {content['needed_host_pool_gib']:,.1f} it is no limit",
         "",
         content["serve"],
     ]
@@ -140,6 +139,11 @@ def _headline(content: dict[str, Any]) -> str:
         f"({content['row_bytes']} bytes a row), {ranks} GPU{'s' if ranks > 1 else ''}"
         + (f", {drafts} speculative tokens" if drafts else "")
     )
+
+
+def _sharers(content: dict[str, Any]) -> str:
+    ranks = content["tensor_parallel"]
+    return f", one for all {ranks} GPUs" if ranks > 1 else ""
 
 
 def _bound(bound: Concurrency) -> dict[str, Any]:

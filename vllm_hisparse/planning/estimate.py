@@ -32,12 +32,12 @@ STEPS_IN_FLIGHT = 2  # vLLM with asynchronous scheduling and no pipeline paralle
 
 @dataclass(frozen=True)
 class Setup:
-    """A server, as far as concurrency depends on it. Memory counts one GPU and one rank."""
+    """A server, as far as concurrency depends on it: one data-parallel replica on one node."""
 
     model: Model
     kv_bytes: int  # device memory for KV on one GPU
     context: int  # --max-model-len, in tokens
-    host_pool_bytes: int | None = None  # of one rank; None: as much as the device can make use of
+    host_pool_bytes: int | None = None  # that its ranks share; None: as much as the device can use
     speculative_tokens: int = 0
     kv_dtype: str = "fp8"
     max_requests: int = MAX_NUM_SEQS
@@ -172,13 +172,13 @@ class Estimate:
 
     @property
     def host_pool_bytes(self) -> int:
-        """Host pool of one rank, whole blocks."""
+        """Host pool, whole blocks."""
         return self.num_host_blocks * host_block_bytes(self.plan)
 
     @cached_property
     def needed_host_pool_bytes(self) -> int:
-        """Smallest host pool of one rank that limits nothing else: every page of the requests that fit in the
-        other resources with the smallest regions.
+        """Smallest host pool that limits nothing else: every page of the requests that fit in the other
+        resources with the smallest regions.
         """
         floor = self.floor
         requests = min(floor.device, Fraction(floor.num_regions), Fraction(floor.max_requests))
@@ -187,7 +187,7 @@ class Estimate:
 
     @property
     def host_budget_bytes(self) -> int:
-        """Host pool of one rank as it is asked for: given, or what is needed in round figures."""
+        """Host pool as it is asked for: given, or what is needed in round figures."""
         if self.setup.host_pool_bytes is not None:
             return self.setup.host_pool_bytes
         needed = self.needed_host_pool_bytes

@@ -15,7 +15,7 @@ from .sizes import checked_host_blocks, device_blocks, device_overhead_bytes
 from .specs import ResidentSpec, resident_name
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
 __all__ = ["device_overhead_bytes", "host_pool_bytes", "kv_cache_config"]
 
@@ -38,7 +38,7 @@ def kv_cache_config(
         kv_cache_groups=[_reserved(group) for group in kv_cache_groups],
         hisparse_host_num_blocks=num_host_blocks,
         hisparse_host_block_stride=len(plan.layers) * plan.page_bytes,
-        hisparse_shared_host_pool=False,
+        hisparse_shared_host_pool=_is_shared(vllm_config.parallel_config),
         prefix_cache_retention_interval=vllm_config.cache_config.prefix_cache_retention_interval,
     )
     layout = layout_from(vllm_config, config)
@@ -49,6 +49,16 @@ def kv_cache_config(
 def host_pool_bytes(vllm_config: VllmConfig) -> int:
     """Size of the host pool. Takes the place of vLLM's, which does not look into a nested MultiConnector."""
     return HiSparseConfig.from_vllm_config(vllm_config).host_pool_bytes
+
+
+def _is_shared(parallel: ParallelConfig) -> bool:
+    """Whether one host pool serves all ranks of the replica: they are on one node, which vLLM knows only of
+    processes that it starts itself.
+
+    Ranks that are on several nodes share one a node; other connectors are not told.
+    """
+    has_peers = parallel.tensor_parallel_size > 1
+    return has_peers and parallel.distributed_executor_backend == "mp" and parallel.nnodes_within_dp == 1
 
 
 def _num_device_blocks(

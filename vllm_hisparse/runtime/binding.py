@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_hisparse import ops
@@ -40,14 +42,16 @@ def init_kv_cache(
     """Allocate both pools and bind every layer. Returns vLLM's view of each real layer's cache, by layer
     name.
 
-    Raises ValueError if the model's index groups are not the ones that were planned.
+    Raises ValueError if the model's index groups are not the ones that were planned, or ranks that should
+    share a host pool cannot.
     """
     global _current
     if device.type == "cuda":
         _check_backends(forward_context)
     ops.load_library("cuda" if device.type == "cuda" else "cpu")
     layout = layout_from(vllm_config, kv_cache_config)
-    runtime = HiSparseRuntime(layout, HiSparseConfig.from_vllm_config(vllm_config), device)
+    runtime = HiSparseRuntime(layout, HiSparseConfig.from_vllm_config(vllm_config), device, _replica())
+    _check_sharing(runtime, kv_cache_config)
     slot_mappings = {
         group.kv_cache_spec.part: block_tables.slot_mappings[i]
         for i, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -83,6 +87,22 @@ def _check_backends(forward_context: dict[str, Any]) -> None:
                 f"got attention backend {type(layer.impl).__name__}; need --attention-backend "
                 "FLASHMLA_SPARSE because prefills over context on the host are staged there"
             )
+
+
+def _replica() -> dist.ProcessGroup | None:
+    """The ranks that hold the same rows; None for a single one."""
+    group = get_tp_group()
+    return group.cpu_group if group.world_size > 1 else None
+
+
+def _check_sharing(runtime: HiSparseRuntime, kv_cache_config: KVCacheConfig) -> None:
+    """What other connectors were told of the pool: rank 0 alone writes what the replica reads."""
+    num_ranks = runtime.memory.turns.num_ranks
+    if kv_cache_config.hisparse_shared_host_pool and num_ranks < get_tp_group().world_size:
+        raise ValueError(
+            f"got {num_ranks} of {get_tp_group().world_size} tensor-parallel ranks that see each other's "
+            "processes; need all in one container or PID namespace because they share one host pool"
+        )
 
 
 def _index_groups(layout: Layout, forward_context: dict[str, Any]) -> list[HiSparseIndexGroup]:

@@ -1,5 +1,5 @@
-"""The host pool's memory: on CUDA registered with the driver in parallel pieces, kept while the process
-lives.
+"""The host pool's memory: shared by the ranks of a node, on CUDA registered with the driver in parallel
+pieces, kept while the process lives.
 """
 
 import mmap
@@ -7,9 +7,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import torch.distributed as dist
 from vllm.logger import init_logger
 
 from .available import available_bytes
+from .host_sharing import SharedMap, map_shared
+from .stream_words import StreamWords
+from .turns import PolledWords, WriteTurns
 
 __all__ = ["HostMemory", "host_memory"]
 
@@ -21,46 +25,81 @@ REPORT_EVERY_S = 2.0
 _kept: dict[tuple[int, bool], "HostMemory"] = {}
 
 
-def host_memory(num_bytes: int, pinned: bool) -> "HostMemory":
-    """The process's host pool of this size, zeroed when it was made.
+def host_memory(num_bytes: int, pinned: bool, group: dist.ProcessGroup | None = None) -> "HostMemory":
+    """The process's host pool of this size, zeroed when it was made; one for the ranks of `group` that are on
+    one node.
 
-    vLLM allocates caches twice when it measures graphs; registering the pool once is enough. Raises
-    ValueError if the machine does not have the memory, before any of it is taken.
+    A collective call for `group`. vLLM allocates caches twice when it measures graphs; registering the pool
+    once is enough. Raises ValueError if the machine does not have the memory, before any of it is taken.
     """
     key = (num_bytes, pinned)
     if key not in _kept:
         for other in _kept.values():
             other.close()
         _kept.clear()
-        _kept[key] = HostMemory(num_bytes, pinned)
+        _kept[key] = HostMemory(num_bytes, pinned, group)
     return _kept[key]
 
 
-class HostMemory:
-    """Anonymous memory of `num_bytes`, as `tensor` uint8 [num_bytes]. Owns it; `close` gives it back."""
+def _check_available(num_bytes: int) -> None:
+    if num_bytes > (free := available_bytes()):
+        raise ValueError(
+            f"got a host pool of {num_bytes / GIB:.2f} GiB and {free / GIB:.2f} GiB of memory; "
+            "need a smaller host_pool_gib or more memory because the pool is never swapped"
+        )
 
-    def __init__(self, num_bytes: int, pinned: bool) -> None:
-        if num_bytes > (free := available_bytes()):
-            raise ValueError(
-                f"got a host pool of {num_bytes / GIB:.2f} GiB and {free / GIB:.2f} GiB of memory; "
-                "need a smaller host_pool_gib or more memory because the pool is never swapped"
-            )
-        self._map = mmap.mmap(-1, num_bytes)
+
+class HostMemory:
+    """Memory without a name, as `tensor` uint8 [num_bytes], and `turns`, the order in which it is written.
+
+    Owns its mapping, and the registration of it; `close` gives both back. The memory itself is gone when the
+    last rank's mapping is.
+    """
+
+    def __init__(self, num_bytes: int, pinned: bool, group: dist.ProcessGroup | None = None) -> None:
+        words_at = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+        def size(num_ranks: int) -> int:
+            return words_at + WriteTurns.num_bytes(num_ranks) if num_ranks > 1 else num_bytes
+
+        if group is None:
+            _check_available(num_bytes)
+            shared = SharedMap(mmap.mmap(-1, num_bytes), 0, 1)
+        else:
+            shared = map_shared(group, size, lambda: _check_available(num_bytes))
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+            shared.map.madvise(mmap.MADV_HUGEPAGE)
+        self._all = torch.frombuffer(shared.map, dtype=torch.uint8)
+        self.tensor = self._all[:num_bytes]
         self._registered: list[int] = []
         if pinned:
-            self._register()
+            self._register(shared.rank, shared.num_ranks)
+        self.turns = WriteTurns()
+        if shared.num_ranks > 1:
+            if shared.rank == 0:
+                logger.info(
+                    "HiSparse: host pool of %.2f GiB, one for %d ranks", num_bytes / GIB, shared.num_ranks
+                )
+            words = (
+                StreamWords(self._all.data_ptr() + words_at)
+                if pinned
+                else PolledWords(memoryview(shared.map)[words_at:])
+            )
+            self.turns = WriteTurns(shared.rank, shared.num_ranks, words)
 
-    def _register(self) -> None:
+    def _register(self, rank: int, num_ranks: int) -> None:
         """Register all pieces with the driver, a few at a time.
 
+        Whoever registers a piece first has the kernel take its memory, close to that rank's CPU. Ranks begin
+        with pieces of their own, which spreads the pool over the node and is done sooner.
         Raises RuntimeError with the driver's reason.
         """
         started = reported = time.monotonic()
-        total = self.tensor.numel()
-        starts = range(0, total, PIECE_BYTES)
+        total = self._all.numel()
+        all_starts = range(0, total, PIECE_BYTES)
+        starts = [
+            s for first in range(num_ranks) for s in all_starts[(rank + first) % num_ranks :: num_ranks]
+        ]
         device = torch.cuda.current_device()
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             for done, address in enumerate(pool.map(lambda s: self._register_piece(s, device), starts), 1):
@@ -74,8 +113,8 @@ class HostMemory:
 
     def _register_piece(self, start: int, device: int) -> int:
         torch.cuda.set_device(device)
-        size = min(PIECE_BYTES, self.tensor.numel() - start)
-        address = self.tensor.data_ptr() + start
+        size = min(PIECE_BYTES, self._all.numel() - start)
+        address = self._all.data_ptr() + start
         error = torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[no-untyped-call]
         if int(error) != 0:
             raise RuntimeError(
@@ -89,4 +128,4 @@ class HostMemory:
         for address in self._registered:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
         self._registered.clear()
-        del self.tensor
+        del self.tensor, self._all, self.turns

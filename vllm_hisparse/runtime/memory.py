@@ -1,6 +1,7 @@
 """Both pools as tensors, and the views that layers get of them."""
 
 import torch
+import torch.distributed as dist
 
 from vllm_hisparse.planning.layout import Layout
 
@@ -25,15 +26,18 @@ class LayerTable:
 class Memory:
     """The device pool (uint8 [bytes], on the device) and the host pool (uint8 [bytes], pinned on CUDA).
 
-    Owns both.
+    Owns the device pool. The host pool is one for the ranks of `group` on this node, which write it in
+    `turns`.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Layout, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         self.layout = layout
         self.layers = LayerTable(layout, device)
         size = layout.device_pool_bytes + layout.device_slack_bytes
         self.device_pool = torch.zeros(size, dtype=torch.uint8, device=device)
-        self.host_pool = host_memory(layout.host_pool_bytes, pinned=device.type == "cuda").tensor
+        host = host_memory(layout.host_pool_bytes, device.type == "cuda", group)
+        self.host_pool = host.tensor
+        self.turns = host.turns
 
     def group_host_rows(self, group: int) -> torch.Tensor:
         """Host rows of an index group, uint8 [host rows, row bytes of all its layers]."""

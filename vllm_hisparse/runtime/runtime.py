@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from vllm_hisparse import ops
 from vllm_hisparse.config import HiSparseConfig
@@ -33,11 +34,18 @@ class HiSparseRuntime:
     Called between forwards, on the thread and stream that run them.
     """
 
-    def __init__(self, layout: Layout, config: HiSparseConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        config: HiSparseConfig,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`group`: the replica's ranks, of which those on this node share a host pool."""
         self.layout = layout
         self.config = config
         self.device = device
-        self.memory = Memory(layout, device)
+        self.memory = Memory(layout, device, group)
         self.tables = PageTables(layout, device)
         self.staging = Staging(self, device)
         self.prefill = PrefillGather(self) if device.type == "cuda" else None
@@ -134,9 +142,14 @@ class HiSparseRuntime:
         return len(self._host_only[slot])
 
     def spill(self, copies: tuple[Copy, ...]) -> None:
-        """Copy pages of all layers to the host pool, one launch on the current stream."""
-        self._copy(ops.write_pages, copies)
-        self.num_spilled_pages += len(copies)
+        """Copy pages of all layers to the host pool, one launch on the current stream.
+
+        Of the ranks that share a pool one copies; on the others the stream waits until it has. Between
+        `memory.turns.begin` and the next one.
+        """
+        turns = self.memory.turns
+        turns.take(lambda: self._copy(ops.write_pages, copies))
+        self.num_spilled_pages += len(copies) if turns.is_writer else 0
 
     def restore(self, copies: tuple[Copy, ...]) -> None:
         """Copy pages of all layers back to the device pool, one launch on the current stream."""

@@ -110,6 +110,8 @@ class HiSparseWorker:
         """
         _check_order("message", message.transfer_id, self._enqueued)
         self._enqueued = message.transfer_id
+        if message.spill:
+            self.runtime.memory.turns.begin()
         try:
             self._copies.submit(message.transfer_id, lambda: self._copy(message))
         except torch.AcceleratorError:

@@ -200,7 +200,7 @@ def pinned_memory(machine: Machine) -> Finding:
 
 
 def host_memory(machine: Machine) -> Finding:
-    """The pools of all ranks fit in memory, and in the container's share of it."""
+    """The pools of all replicas fit in memory, and in the container's share of it."""
     available, limit = machine.available_bytes, machine.cgroup_limit_bytes
     source = "available"
     if limit is not None and limit - machine.cgroup_used_bytes < available:
@@ -209,10 +209,9 @@ def host_memory(machine: Machine) -> Finding:
     planned = machine.planned_bytes
     if planned is None:
         return Finding("host memory", Status.OK, f"{text}; name a pool with --host-pool-gib to compare")
-    text += (
-        f", {planned / GIB:,.1f} planned in {machine.num_ranks} pool{'s' if machine.num_ranks > 1 else ''}"
-    )
-    most = HOST_HEADROOM * available / machine.num_ranks / GIB
+    plural = "s" if machine.num_replicas > 1 else ""
+    text += f", {planned / GIB:,.1f} planned in {machine.num_replicas} pool{plural}"
+    most = HOST_HEADROOM * available / machine.num_replicas / GIB
     remedy = f"lower host_pool_gib to {most:.1f}, or give the machine or container more memory"
     if planned > available:
         return Finding("host memory", Status.FAIL, text, remedy)
@@ -222,7 +221,7 @@ def host_memory(machine: Machine) -> Finding:
 
 
 def numa(machine: Machine) -> Finding:
-    """A rank's pool fits in one NUMA node."""
+    """A pool fits in one NUMA node."""
     if not machine.numa:
         return Finding("NUMA", Status.SKIPPED, "the system does not say")
     free = ", ".join(f"node {node.node_id}: {node.free_bytes / GIB:,.1f} GiB free" for node in machine.numa)

@@ -19,16 +19,18 @@ NAME_WIDTH = 18
 
 def doctor(
     host_pool_gib: Annotated[
-        float | None, typer.Option(help="The pool to check host memory against, of one rank.", min=0)
+        float | None, typer.Option(help="The pool to check host memory against.", min=0)
     ] = None,
-    tp: Annotated[int, typer.Option(help="Ranks on this machine, each with a pool.", min=1)] = 1,
+    dp: Annotated[
+        int, typer.Option(help="Data-parallel replicas on this machine, each with a pool.", min=1)
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check this machine and this environment; every problem is shown with what to do about it.
 
     Exits with 1 if a check fails.
     """
-    findings = check_all(probe(host_pool_gib, tp))
+    findings = check_all(probe(host_pool_gib, dp))
     failed = any(finding.status is Status.FAIL for finding in findings)
     if as_json:
         typer.echo(json.dumps({"ok": not failed, "findings": [_as_dict(f) for f in findings]}, indent=1))

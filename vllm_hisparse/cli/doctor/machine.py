@@ -51,10 +51,10 @@ class Machine:
     cgroup_used_bytes: int = 0
     numa: tuple[NumaNode, ...] = ()
     # what is planned
-    host_pool_bytes: int | None = None  # of one rank
-    num_ranks: int = 1
+    host_pool_bytes: int | None = None  # of one replica, shared by its ranks
+    num_replicas: int = 1
 
     @property
     def planned_bytes(self) -> int | None:
-        """Host memory of all ranks on this machine."""
-        return None if self.host_pool_bytes is None else self.host_pool_bytes * self.num_ranks
+        """Host memory of all replicas on this machine."""
+        return None if self.host_pool_bytes is None else self.host_pool_bytes * self.num_replicas

@@ -31,7 +31,7 @@ NVIDIA_SMI_FIELDS = (
 NVIDIA_SMI = ("nvidia-smi", f"--query-gpu={','.join(NVIDIA_SMI_FIELDS)}", "--format=csv,noheader,nounits")
 
 
-def probe(host_pool_gib: float | None, num_ranks: int) -> Machine:
+def probe(host_pool_gib: float | None, num_replicas: int) -> Machine:
     """Everything the checks look at. Imports torch and vLLM, loads the libraries, copies to GPUs."""
     seam_errors = probe_seams()
     module, connector_error = probe_connector()
@@ -56,7 +56,7 @@ def probe(host_pool_gib: float | None, num_ranks: int) -> Machine:
         cgroup_used_bytes=0 if group is None else group.used_bytes,
         numa=probe_numa(NODES),
         host_pool_bytes=None if host_pool_gib is None else int(host_pool_gib * GIB),
-        num_ranks=num_ranks,
+        num_replicas=num_replicas,
     )
 
 
