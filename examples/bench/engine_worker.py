@@ -84,6 +84,7 @@ def engine_options(run: Run) -> dict[str, Any]:
         "max_num_seqs": run.max_num_seqs,
         "max_num_batched_tokens": run.max_batched_tokens,
         "enforce_eager": run.eager,
+        "enable_flashinfer_autotune": False,
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
         "disable_log_stats": False,
         "seed": 0,
@@ -222,7 +223,8 @@ def _logprobs(steps: Any) -> list[list[list[float]]]:
 
 def main() -> None:
     run = Run(**json.loads(sys.argv[1]))
-    os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
+    # Sampling is greedy: FlashInfer's samplers would be compiled for nothing.
+    os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
     if run.tensor_parallel == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if not run.impl.startswith("ours"):
