@@ -95,7 +95,7 @@ def test_hot_rows(size: int | None, cap: int | None, speculative: int | None, wa
     [
         connector(low_watermark=0.1),
         multi(connector(low_watermark=0.1)),
-        multi(OFFLOADING, multi(NIXL, connector(low_watermark=0.1))),
+        multi(multi(connector(low_watermark=0.1), NIXL), OFFLOADING),
     ],
 )
 def test_connector_is_found_at_any_depth(entry: dict[str, Any]) -> None:
@@ -103,10 +103,16 @@ def test_connector_is_found_at_any_depth(entry: dict[str, Any]) -> None:
     assert validate_engine(engine(entry)).low_watermark == 0.1
 
 
-@pytest.mark.parametrize("other", [OFFLOADING, NIXL])
-def test_other_connectors_keep_indexer_blocks_to_one_page(other: dict[str, Any]) -> None:
-    assert HiSparseConfig.from_vllm_config(engine(multi(connector(), other))).max_indexer_pages == 1
-    assert HiSparseConfig.from_vllm_config(engine(multi(connector()))).max_indexer_pages == 16
+@pytest.mark.parametrize("others", [(), (OFFLOADING,), (NIXL,), (OFFLOADING, NIXL)])
+def test_nixl_keeps_indexer_blocks_to_one_page(others: tuple[dict[str, Any], ...]) -> None:
+    pages = HiSparseConfig.from_vllm_config(engine(multi(connector(), *others))).max_indexer_pages
+    assert pages == (1 if NIXL in others else 16)
+
+
+@pytest.mark.parametrize("entry", [multi(OFFLOADING, connector()), multi(multi(NIXL), multi(connector()))])
+def test_another_connector_before_ours_is_refused(entry: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"got .* before HiSparseConnector in MultiConnector; need Hi"):
+        HiSparseConfig.from_vllm_config(engine(entry))
 
 
 BAD_OPTIONS = [

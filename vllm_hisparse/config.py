@@ -18,8 +18,7 @@ DEFAULT_HOT_FACTOR = 4  # cap of an elastic hot region, in multiples of top_k
 MAX_HOT_ROWS = 1 << 15  # slots are int16
 MAX_INDEXER_PAGES = 16
 # Connectors that go with indexer blocks of several pages: others move a layer's page of a kernel block.
-# OffloadingConnector joins them once the worker registers views of the layers' shares (planning/specs.py).
-BLOCKWISE_CONNECTORS = frozenset({CONNECTOR, MULTI_CONNECTOR})
+BLOCKWISE_CONNECTORS = frozenset({CONNECTOR, MULTI_CONNECTOR, "OffloadingConnector"})
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -132,13 +131,23 @@ def all_connectors(vllm_config: Any) -> list[Mapping[str, Any]]:
 
 
 def connector_entry(vllm_config: Any) -> Mapping[str, Any]:
-    """The configuration of HiSparseConnector, however nested. Raises ValueError unless there is just one."""
-    found = [entry for entry in all_connectors(vllm_config) if entry.get("kv_connector") == CONNECTOR]
+    """The configuration of HiSparseConnector, however nested.
+
+    Raises ValueError unless there is just one, and before all others.
+    """
+    leaves = [entry for entry in all_connectors(vllm_config) if entry.get("kv_connector") != MULTI_CONNECTOR]
+    found = [entry for entry in leaves if entry.get("kv_connector") == CONNECTOR]
     if len(found) != 1:
         raise user_error(
             got=f"{len(found)} {CONNECTOR} entries in --kv-transfer-config",
             need=f"exactly one, on its own or inside {MULTI_CONNECTOR},",
             because="an engine has one host pool",
+        )
+    if leaves[0] is not found[0]:
+        raise user_error(
+            got=f"{leaves[0].get('kv_connector')} before {CONNECTOR} in {MULTI_CONNECTOR}",
+            need=f"{CONNECTOR} as the first",
+            because="what others transfer in a step must come after what it does to their blocks",
         )
     return found[0]
 

@@ -8,6 +8,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vllm_hisparse.testing.harness import multi
+
 __all__ = ["NullConnector", "beside_null_connector"]
 
 
@@ -48,8 +50,4 @@ def beside_null_connector(transfer: dict[str, Any]) -> dict[str, Any]:
         "kv_connector_module_path": __name__,
         "kv_role": "kv_both",
     }
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [transfer, null]},
-    }
+    return multi(transfer, null)

@@ -19,7 +19,8 @@ def test_on_vllm_033() -> None:
     if not NEXT_VLLM.is_dir():
         pytest.skip(f"no vLLM 0.33 at {NEXT_VLLM}: ./run setup fetches it")
     here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": str(NEXT_VLLM), "HISPARSE_NEXT_VLLM": "1"}
+    path = os.pathsep.join([str(NEXT_VLLM), str(here.parents[1])])
+    environment = os.environ | {"PYTHONPATH": path, "HISPARSE_NEXT_VLLM": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long"]
     result = subprocess.run(
         [*command, str(here), str(here.parent / "compat")],

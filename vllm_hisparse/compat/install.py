@@ -67,17 +67,10 @@ def check_seam(seam: Seam, version: tuple[int, int]) -> Any:
     Raises UnsupportedError otherwise.
     """
     theirs = getattr(*seam_place(seam, version), None)
+    _check_signature(seam, version, "vLLM's", theirs)  # first: ours may build on it
     module, attribute = seam.replacement.split(":")
     ours = getattr(importlib.import_module(f"vllm_hisparse.{module}"), attribute)
-    for owner, function in (("vLLM's", theirs), ("our", ours)):
-        got = None if function is None else tuple(inspect.signature(function).parameters)
-        if got != seam.parameters:
-            import vllm
-
-            raise UnsupportedError(
-                f"vLLM {vllm.__version__}: {owner} {seam.modules[version]}.{seam.symbol} takes {got}; "
-                f"vllm-hisparse needs {seam.parameters} because {seam.why}"
-            )
+    _check_signature(seam, version, "our", ours)
     return ours
 
 
@@ -86,6 +79,17 @@ def seam_place(seam: Seam, version: tuple[int, int]) -> tuple[Any, str]:
     module = importlib.import_module(seam.modules[version])
     owner, _, name = seam.symbol.rpartition(".")
     return (getattr(module, owner, None) if owner else module), name
+
+
+def _check_signature(seam: Seam, version: tuple[int, int], owner: str, function: Any) -> None:
+    got = None if function is None else tuple(inspect.signature(function).parameters)
+    if got != seam.parameters:
+        import vllm
+
+        raise UnsupportedError(
+            f"vLLM {vllm.__version__}: {owner} {seam.modules[version]}.{seam.symbol} takes {got}; "
+            f"vllm-hisparse needs {seam.parameters} because {seam.why}"
+        )
 
 
 def _register() -> None:

@@ -28,6 +28,9 @@ _PLANNING = {(0, 32): "vllm.v1.core.kv_cache_utils", (0, 33): "vllm.v1.core.kv_c
 _ATTN_UTILS = dict.fromkeys([(0, 32), (0, 33)], "vllm.v1.worker.gpu.attn_utils")
 _SPARSE_MLA = dict.fromkeys([(0, 32), (0, 33)], "vllm.model_executor.layers.attention.sparse_mla_attention")
 _FLASHMLA = dict.fromkeys([(0, 32), (0, 33)], "vllm.v1.attention.backends.mla.flashmla_sparse")
+_OFFLOADING = dict.fromkeys(
+    [(0, 32), (0, 33)], "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
+)
 _INDEX_GROUP = dict.fromkeys([(0, 32), (0, 33)], "vllm.v1.attention.backends.mla.index_group")
 
 LEDGER = (
@@ -46,6 +49,14 @@ LEDGER = (
         replacement="planning.pools:kv_cache_config",
         why="sizes of the device and host pools, group-major host rows",
         drop_when="vLLM asks the connector or the platform for the KVCacheConfig",
+    ),
+    Seam(
+        symbol="get_hisparse_host_pool_bytes",
+        modules=_PLANNING,
+        parameters=("vllm_config",),
+        replacement="planning.pools:host_pool_bytes",
+        why="vLLM's does not look into a nested MultiConnector",
+        drop_when="vLLM looks there",
     ),
     Seam(
         symbol="resolve_hisparse_specs",
@@ -113,5 +124,14 @@ LEDGER = (
         replacement="runtime.bf16:forward_bf16",
         why="vLLM's stages all prefills of a batch, in memory of whatever size their contexts need",
         drop_when="the backend takes prefills in pieces, as it does for fp8 rows",
+    ),
+    Seam(
+        symbol="OffloadingConnector",
+        modules=_OFFLOADING,
+        parameters=("vllm_config", "role", "kv_cache_config"),
+        replacement="compat.offloading:OffloadingConnector",
+        why="a subclass: learns of blocks that other groups and hot regions have got while a store was still "
+        "to read them, and saves indexer blocks of several pages; with HiSparse off it adds nothing",
+        drop_when="vLLM's looks for such blocks in all groups and regions, and asks specs for their bytes",
     ),
 )

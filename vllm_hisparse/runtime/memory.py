@@ -86,3 +86,12 @@ class Memory:
         shape = (layout.num_device_blocks * layout.indexer_pages, 1, layout.page_tokens, row)
         strides = (layout.indexer_stride_bytes, page_bytes, row, 1)
         return self.device_pool.as_strided(shape, strides, layout.indexer_offset[index])
+
+    def indexer_shares(self, index: int) -> torch.Tensor:
+        """Strided uint8 [device blocks, share bytes]: what an indexer layer stands for when blocks are saved
+        as a whole.
+        """
+        layout = self.layout
+        shape = (layout.num_device_blocks, layout.indexer_share_bytes)
+        strides = (layout.block_stride_bytes, 1)
+        return self.device_pool.as_strided(shape, strides, layout.indexer_share_offset[index])

@@ -27,6 +27,7 @@ class Hit:
     num_evictable: int = 0  # of these, blocks that are in the free queue now
     num_clean: int = 0  # pages on both tiers that nobody else leases: their device leases can go back at once
     num_host_only: int = 0  # pages
+    num_pages: int = 0
 
 
 NO_HIT = Hit()
@@ -65,6 +66,7 @@ class Admission:
                 for block, page in zip(blocks, on_device, strict=True)
             ),
             num_host_only=sum(not page for page in on_device),
+            num_pages=len(blocks),
         )
 
     def num_admissible(self, blocks: Sequence[KVCacheBlock]) -> int:

@@ -87,6 +87,11 @@ class HiSparseCoordinator:
         region = self.regions.num_blocks if self.regions.num_free_ids else self.pool.num_gpu_blocks
         return self._hit.num_evictable + region
 
+    @property
+    def num_hit_pages(self) -> int:
+        """Pages of the prefix hit of the query in progress, with those whose keys are external."""
+        return self._hit.num_pages
+
     def cap_admission(self, num_pages: int) -> int:
         """Pages that a request must find room for to be admitted: not all, if the host can take the rest."""
         return self.admission.cap(num_pages, self._hit, self.host_pool.get_num_free_blocks())

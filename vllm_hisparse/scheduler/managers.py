@@ -28,6 +28,7 @@ class SourceManager(FullAttentionManager):
 
     coordinator: "HiSparseCoordinator"
     host_pool: "HostPool"
+    retains_longer_hit = True  # pages beyond the indexer's keys count if another connector loads the keys
 
     def bind(self, coordinator: "HiSparseCoordinator", host_pool: "HostPool") -> None:
         """Switch to the host pool.
@@ -69,7 +70,11 @@ class SourceManager(FullAttentionManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """Adopt a prefix hit for this group and all resident groups."""
+        """Adopt a prefix hit for this group and all resident groups.
+
+        It reaches as far into the external tokens as pages are there: an OffloadingConnector loads the keys
+        that are missing for them, and no connector may write to them.
+        """
         self.num_cached_block[request_id] = len(new_computed_blocks)
         self.coordinator.adopt(request_id, new_computed_blocks)
 
@@ -172,7 +177,7 @@ class ResidentManager(SingleTypeKVCacheManager):
         if request_id in self.num_cached_block:
             have = len(self.req_to_blocks[request_id])
         else:
-            have = cdiv(num_local_computed_tokens, self.block_size)
+            have = self.coordinator.num_hit_pages
         need = max(cdiv(num_tokens, self.block_size) - have, 0)
         if apply_admission_cap:
             need = self.coordinator.cap_admission(need)

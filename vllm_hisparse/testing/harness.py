@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_hisparse.config import CONNECTOR
+from vllm_hisparse.config import CONNECTOR, MULTI_CONNECTOR
 
 from . import engine as engines
 from .engine import Completion
@@ -34,6 +34,8 @@ __all__ = [
     "Prompt",
     "hisparse",
     "hisparse_engine",
+    "leaves",
+    "multi",
     "total_blocks",
 ]
 
@@ -62,6 +64,15 @@ def hisparse(**options: Any) -> dict[str, Any]:
     """Connector configuration with `options` before `OPTIONS`."""
     extra = {key: value for key, value in {**OPTIONS, **options}.items() if value is not None}
     return {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def multi(*children: dict[str, Any]) -> dict[str, Any]:
+    """Configuration of a MultiConnector."""
+    return {
+        "kv_connector": MULTI_CONNECTOR,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(children)},
+    }
 
 
 @contextmanager
@@ -138,6 +149,10 @@ class HiSparseEngine:
         """Ids of requests that have a page in `state`, as `add` returned them."""
         records = self.coordinator.records.values()
         return [_external(r.request_id) for r in records if r.pages.count(state)]
+
+    def requests_in(self, status: Any) -> list[str]:
+        """Ids of requests that vLLM's scheduler has in `status`, a `RequestStatus`."""
+        return [_external(r.request_id) for r in self.scheduler.requests.values() if r.status is status]
 
     # ---- running
 
@@ -258,10 +273,16 @@ def _external(request_id: str) -> str:
     return request_id.rsplit("-", 1)[0]
 
 
+def leaves(connector: Any) -> Iterator[Any]:
+    """The connectors below a MultiConnector, however nested, or the connector itself."""
+    for child in getattr(connector, "_connectors", ()):
+        yield from leaves(child)
+    if not hasattr(connector, "_connectors"):
+        yield connector
+
+
 def _find(connector: Any) -> HiSparseConnector:
-    """HiSparse's connector, also as a child of a MultiConnector."""
     from vllm_hisparse.connector import HiSparseConnector
 
-    children = getattr(connector, "_connectors", [connector])
-    (found,) = (child for child in children if isinstance(child, HiSparseConnector))
+    (found,) = (leaf for leaf in leaves(connector) if isinstance(leaf, HiSparseConnector))
     return found
