@@ -7,6 +7,7 @@ import logging
 import random
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from hypothesis.stateful import (
 
 from vllm_hisparse.testing.engine_config import EngineOptions, make_vllm_config, minimum_device_blocks
 from vllm_hisparse.testing.model_runner import VOCABULARY
+from vllm_hisparse.testing.ranks import Rank
 from vllm_hisparse.testing.scheduler import ALL, SchedulerRig
 
 ENGINES: dict[str, list[Any]] = {
@@ -83,7 +85,7 @@ class Machine(RuleBasedStateMachine):
         num_device = minimum_device_blocks(make_vllm_config(asked, path), asked) + spare_device
         num_host = -(-asked.max_model_len // asked.page_tokens) + 2 + spare_host
         options = EngineOptions(**engine, num_device_blocks=num_device, num_host_blocks=num_host)
-        self.rig = SchedulerRig(options, path, timing, seed)
+        self.rig = SchedulerRig(options, path, timing, seed, shares_pool=seed % 2 == 0)
         self.num_added = 0
 
     @rule(
@@ -210,6 +212,11 @@ def walk(seed: int, num_moves: int) -> None:
     machine.teardown()
 
 
+def walks(seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        walk(seed, num_moves=60)
+
+
 def move(machine: Machine, chance: random.Random) -> None:
     which = chance.randrange(1000)
     counts = [chance.choice(COUNTS) for _ in range(chance.randint(2, 12))]
@@ -251,17 +258,29 @@ def test_machine(seen: Counter[str]) -> None:
 
 
 def test_walks(seen: Counter[str]) -> None:
-    for seed in range(60):
-        walk(seed, num_moves=60)
+    walks(range(60))
     assert seen["steps"] > 5000
     assert all(seen[event] > 10 for event in EVENTS), seen
+
+
+def test_a_rank_that_does_not_wait_for_the_writer_is_seen(
+    seen: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = Rank.share
+
+    def deaf(self: Rank, writer: Rank) -> None:
+        share(self, writer)
+        self.is_deaf = True
+
+    monkeypatch.setattr(Rank, "share", deaf)
+    with pytest.raises(AssertionError, match="page"):
+        walks(range(0, 60, 2))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_machine_for_long(seen: Counter[str]) -> None:
     search(max_examples=1500, num_rules=50)
-    for seed in range(100, 900):
-        walk(seed, num_moves=60)
+    walks(range(100, 900))
     assert seen["steps"] > 100_000
     assert all(seen[event] > 200 for event in EVENTS), seen

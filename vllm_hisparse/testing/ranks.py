@@ -75,6 +75,14 @@ class Rank:
         self.num_steps = 0
         self.is_silent = False  # its acknowledgements get lost
         self.fails = False  # the next transfers cannot be enqueued, and leave torn pages behind
+        self.writer = self  # of the host pool that this rank reads
+        self.readers: list[Rank] = []  # other ranks of the pool that this one writes
+        self.is_deaf = False  # does not wait for the writer
+
+    def share(self, writer: Rank) -> None:
+        """Read the host pool that `writer` writes."""
+        self.writer, self.host = writer, writer.host
+        writer.readers.append(self)
 
     # ---- the message
 
@@ -87,8 +95,7 @@ class Rank:
             self.slots[request_id] = slot
             self.pages[slot] = {}
             self.regions.pop(slot, None)
-        while self.copying and any(t.transfer_id in message.wait for t in self.copying):
-            self._run_oldest()
+        self.run(max((t for t in message.wait if t in self._copying_ids()), default=-1))
         for region in message.regions:
             _check_survivors(self.regions.get(region.slot), region)
             self.regions[region.slot] = region
@@ -98,9 +105,26 @@ class Rank:
             self._submit(message)
 
     def complete(self, num_transfers: int) -> None:
-        """The stream gets through its oldest transfers."""
+        """The stream gets through its oldest transfers, unless other ranks of its pool hold it back."""
         for _ in range(min(num_transfers, len(self.copying))):
+            if not self._may_run(self.copying[0].transfer_id):
+                return
             self._run_oldest()
+
+    def run(self, last: int) -> None:
+        """Somebody waits until the stream is through with transfer `last`, and so do those it waits for."""
+        while self.copying and self.copying[0].transfer_id <= last:
+            if self.writer is not self and not self.is_deaf:
+                self.writer.run(self.copying[0].transfer_id)
+            self._run_oldest()
+
+    def _may_run(self, transfer_id: int) -> bool:
+        if self.writer is not self:
+            return self.is_deaf or self.writer.progress.completed >= transfer_id
+        return all(reader.progress.enqueued >= transfer_id for reader in self.readers)
+
+    def _copying_ids(self) -> list[int]:
+        return [t.transfer_id for t in self.copying]
 
     def take_acknowledgement(self, misses: dict[int, int]) -> Acknowledgement | None:
         """The rank's progress, if there is news or it is time to repeat it, with the step's `misses` by
@@ -116,6 +140,8 @@ class Rank:
         transfer = _Transfer(message.transfer_id)
         assert message.transfer_id == self.progress.enqueued + 1, "a transfer got lost"
         self.progress = self.progress._replace(enqueued=message.transfer_id)
+        for reader in self.readers:
+            reader.run(message.transfer_id - 1)  # whatever it reads of earlier steps, before this one writes
         if self.fails:
             self.progress = self.progress._replace(failed=(*self.progress.failed, message.transfer_id))
             for is_spill, copies in ((True, message.spill), (False, message.restore)):
@@ -124,7 +150,7 @@ class Rank:
             self.copying.append(transfer)
             return
         for is_spill, copies in ((True, message.spill), (False, message.restore)):
-            for copy in copies:
+            for copy in copies if self.writer is self or not is_spill else ():
                 source = None if self.timing == "late" else self._read(is_spill, copy)
                 if self.timing == "early":
                     self._write(is_spill, copy, source)
@@ -146,7 +172,8 @@ class Rank:
     def _write(self, is_spill: bool, copy: Copy, source: tuple[Content, ...] | None) -> None:
         assert source is not None
         if is_spill:
-            self.host[copy.host_block] = source
+            if self.writer is self:
+                self.host[copy.host_block] = source
         else:
             self.device.update(zip(copy.device_blocks, source, strict=True))
 

@@ -37,10 +37,16 @@ class SchedulerRig:
         directory: where the model's config.json goes.
         timing: when the ranks' asynchronous copies touch memory; "late" finds a missing wait.
         seed: of drafts' luck.
+        shares_pool: whether the ranks have one host pool, which the first of them writes.
     """
 
     def __init__(
-        self, options: EngineOptions, directory: Path, timing: CopyTiming = "late", seed: int = 0
+        self,
+        options: EngineOptions,
+        directory: Path,
+        timing: CopyTiming = "late",
+        seed: int = 0,
+        shares_pool: bool = False,
     ) -> None:
         self.options = options
         self.config = make_vllm_config(options, directory)
@@ -51,6 +57,8 @@ class SchedulerRig:
             Rank(number, options.page_tokens, options.num_parts, indexer_tokens, timing)
             for number in range(options.num_ranks)
         ]
+        for rank in self.ranks[1:] if shares_pool else ():
+            rank.share(self.ranks[0])
         self.requests: dict[str, WorkerRequest] = {}
         self.in_flight: deque[tuple[Any, Any]] = deque()
         self.messages: list[StepMessage] = []
@@ -62,6 +70,7 @@ class SchedulerRig:
         self.num_misses = 0  # that every scheduled request reports of its selections
         self.watch_refusals = False
         self._random = random.Random(seed)
+        self._order = random.Random(seed)
         self._allocate = self.scheduler.kv_cache_manager.allocate_slots
         self.scheduler.kv_cache_manager.allocate_slots = self._watched_allocate
 
@@ -138,7 +147,9 @@ class SchedulerRig:
         self.check()
         spans, sampled = self._run_model(output)
         acks: list[Acknowledgement] = []
-        for rank, count in zip(self.ranks, num_completed or [ALL] * len(self.ranks), strict=True):
+        counts = list(zip(self.ranks, num_completed or [ALL] * len(self.ranks), strict=True))
+        self._order.shuffle(counts)  # ranks that share a pool need no particular one
+        for rank, count in counts:
             rank.apply(message)
             rank.forward(spans)
             rank.complete(count)
