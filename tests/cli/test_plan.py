@@ -41,7 +41,7 @@ def test_text() -> None:
         "with hot regions of 4,096 rows, ",
         "limited by host: raise host_pool_gib",
         "estimated for h200",
-        "256 GiB, one for all 8 GPUs; with ",
+        "256 GiB, one for all GPUs of a node; with ",
     ):
         assert part in output, part
 

@@ -110,6 +110,7 @@ def text(content: dict[str, Any]) -> str:
     plain, admission, steady, floor = (content[key] for key in ("plain", "admission", "steady", "floor"))
     source = f"estimated for {content['gpu']}; vLLM logs the true figure" if content["gpu"] else "as given"
     start = content["start_hot_rows"]
+    shared = ", one for all GPUs of a node" if content["tensor_parallel"] > 1 else ""
     gain = f", {content['gain']:.1f} times as many" if content["gain"] else ""
     lines = [
         _headline(content),
@@ -124,7 +125,7 @@ def text(content: dict[str, Any]) -> str:
         f"  KV memory   {content['kv_gib']:,.1f} GiB a GPU, {source}",
         f"  device pool {content['num_device_blocks']:,} blocks of {content['block_bytes']:,} bytes, "
         f"{content['num_regions']} hot regions",
-        f"  host pool   {content['host_pool_gib']:,g} GiB{_sharers(content)}; "
+        f"  host pool   {content['host_pool_gib']:,g} GiB{shared}; "
         f"with {content['needed_host_pool_gib']:,.1f} it is no limit",
         "",
         content["serve"],
@@ -139,11 +140,6 @@ def _headline(content: dict[str, Any]) -> str:
         f"({content['row_bytes']} bytes a row), {ranks} GPU{'s' if ranks > 1 else ''}"
         + (f", {drafts} speculative tokens" if drafts else "")
     )
-
-
-def _sharers(content: dict[str, Any]) -> str:
-    ranks = content["tensor_parallel"]
-    return f", one for all {ranks} GPUs" if ranks > 1 else ""
 
 
 def _bound(bound: Concurrency) -> dict[str, Any]:

@@ -76,6 +76,8 @@ class WriteTurns:
         self._rank = rank
         self._words = words
         self._turn = 0
+        if words is not None:
+            words.store(1 + rank, 0)  # words that do not work are an error at start-up
 
     @staticmethod
     def num_bytes(num_ranks: int) -> int:
