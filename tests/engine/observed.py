@@ -110,7 +110,7 @@ class Watcher:
         self._after(coordinator, "grow_region", self._grow_region)
         self._after(coordinator, "shrink_region", self._shrink_region)
         self._after(coordinator, "return_region", self._return_region)
-        for name in ("spill", "restore", "repin", "evict"):
+        for name in ("spill", "rejoin", "restore", "repin", "evict"):
             self._after(leases, name, getattr(self, f"_{name}"))
         self._before(leases, "unpin", self._unpin)
         self._after(coordinator.pool, "get_new_blocks", self._reused)
@@ -192,6 +192,13 @@ class Watcher:
         assert page.state == "clean"
         page.device = "gone"
         self.events["evicted"] += 1
+
+    def _rejoin(self, done: bool, record: Any, number: int) -> None:
+        page = self._page(record, number)
+        assert page.state == "host"
+        if done:
+            page.device = "leased"
+            self.events["deduplicated"] += 1
 
     def _restore(self, _: None, record: Any, number: int, transfer: Any) -> None:
         page = self._page(record, number)

@@ -1,8 +1,9 @@
 """Every exported metric is exactly what a second account of the same run comes to."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from tests.engine.replayed import Recorder, replay
 from tests.engine.workload import ENGINE_ARGS, ModelPath, prompts
 from vllm_hisparse.messages import StepMessage, decode, encode
 from vllm_hisparse.metrics import METRICS, SECONDS, Sample
+from vllm_hisparse.scheduler.coordinator import HiSparseCoordinator
+from vllm_hisparse.scheduler.residency import PageState
 from vllm_hisparse.testing.harness import HiSparseEngine, LateCopies, Prompt, hisparse, hisparse_engine
 from vllm_hisparse.testing.models import TinyModel
 
@@ -128,14 +131,31 @@ def followed(
         yield Run(engine, patch)
 
 
-def run(following: Run, requests: list[Prompt]) -> dict[str, dict[str, Any]]:
+def run(
+    following: Run, requests: list[Prompt], each_step: Callable[[], None] = lambda: None
+) -> dict[str, dict[str, Any]]:
     """Requests to their ends, then idle steps to the end of every transfer; then what Prometheus has."""
     engine = following.engine
-    engine.run(requests, each_step=following.tick)
+
+    def after_step() -> None:
+        following.tick()
+        each_step()
+
+    engine.run(requests, each_step=after_step)
     while engine.scheduler.has_requests() or engine.core.batch_queue:
         engine.step()
         following.tick()
     return following.check_exported()
+
+
+def calm(coordinator: HiSparseCoordinator) -> None:
+    """The pressure falls as soon as a page is loose: it is pinned again before its blocks are reused."""
+    pressure, config = coordinator.pressure, coordinator.config
+    num_blocks = coordinator.pool.num_gpu_blocks
+    if any(record.pages.count(PageState.LOOSE) for record in coordinator.records.values()):
+        pressure.low = pressure.high = 0
+    else:
+        pressure.low, pressure.high = config.low_blocks(num_blocks), config.high_blocks(num_blocks)
 
 
 def test_pages_that_leave_and_return(model_path: ModelPath, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +165,7 @@ def test_pages_that_leave_and_return(model_path: ModelPath, monkeypatch: pytest.
     with followed(model_path, monkeypatch, LateCopies(6), **options) as following:
         run(following, prompts((60, 20), count=6))
         run(following, [twin, twin, *prompts(8, count=2)])
+        run(following, prompts((60, 20), count=6), partial(calm, following.engine.coordinator))
         following.engine.finish()
     not_seen = {(m.key, v) for m in METRICS for v in m.values or ("0" if m.label else "",)} - following.seen
     # A request that runs has the page on the device that it writes: None ends as it is scheduled. Copies that

@@ -52,6 +52,30 @@ def test_a_page_whose_copy_fails_stays_and_is_tried_again(make_rig: Any, failing
     assert len(rig.outputs["a"]) == 20
 
 
+def test_a_page_is_tried_again_although_its_request_does_not_grow(make_rig: Any) -> None:
+    sizes = {
+        "page_tokens": 16,
+        "hot_rows": 16,
+        "max_hot_rows": 16,
+        "max_model_len": 128,
+        "max_step_tokens": 64,
+    }
+    rig = make_rig(**POOL, **sizes)
+    rig.add("a", range(64), max_tokens=30)
+    rig.ranks[0].fails = True
+    record = None
+    while record is None or record in rig.coordinator.pressure._unsealed:
+        step(rig, 0, 0)
+        record = rig.coordinator.records["a"]
+    assert record.pages.count(PageState.SPILLING) == 4
+    rig.ranks[0].fails = False
+    step(rig)
+    num_pages = len(record.pages)
+    assert len(step(rig).spill) == 4
+    assert len(record.pages) == num_pages
+    rig.run()
+
+
 def test_a_request_leaves_before_its_copy_fails(make_rig: Any) -> None:
     rig = make_rig(**POOL)
     rig.add("a", range(40), max_tokens=20)

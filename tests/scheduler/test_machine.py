@@ -32,6 +32,8 @@ ENGINES: dict[str, list[Any]] = {
     "indexer_pages": [1, 3],
     "num_ranks": [1, 2],
     "num_drafts": [0, 0, 2],
+    "drafts_by": ["ngram", "mtp"],
+    "policy": ["fcfs", "priority"],
     "hot_rows": [12, 16],
     "max_hot_rows": [16, 32],
     "async_scheduling": [False, True],
@@ -93,11 +95,13 @@ class Machine(RuleBasedStateMachine):
         shared=st.integers(0, 80),
         own=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20),
         max_tokens=st.integers(1, 40),
+        priority=st.integers(0, 2),
     )
-    def add(self, family: int, shared: int, own: list[int], max_tokens: int) -> None:
+    def add(self, family: int, shared: int, own: list[int], max_tokens: int, priority: int = 0) -> None:
         longest = self.rig.options.max_model_len - 1
         prompt = ([(family * 7 + j * 3) % VOCABULARY for j in range(shared)] + own)[-longest:]
-        self.rig.add(f"r{self.num_added}", prompt, min(max_tokens, longest + 1 - len(prompt)))
+        max_tokens = min(max_tokens, longest + 1 - len(prompt))
+        self.rig.add(f"r{self.num_added}", prompt, max_tokens, priority=priority)
         self.num_added += 1
 
     @rule(
@@ -225,7 +229,7 @@ def move(machine: Machine, chance: random.Random) -> None:
     )
     if kind == "add":
         own = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 20))]
-        machine.add(chance.randrange(3), chance.randint(0, 80), own, chance.choice([1, 10, 40]))
+        machine.add(chance.randrange(3), chance.randint(0, 80), own, chance.choice([1, 10, 40]), which % 3)
     elif kind == "steps":
         machine.steps(counts, watch=which % 2 > 0)
     elif kind == "faults":

@@ -81,6 +81,9 @@ def test_no_work_when_nothing_changes(make_rig: Any, monkeypatch: pytest.MonkeyP
     assert len(rig.scheduler.running) == 4
     assert counts == {}
     assert coordinator.records.passes == 0
+    # Nor are requests kept on lists that a step goes through.
+    assert not coordinator._grown
+    assert state == "full" or not coordinator.pressure._unsealed
 
 
 def test_the_early_exit_changes_nothing(make_rig: Any) -> None:

@@ -7,10 +7,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.request import Request
 
-__all__ = ["HostPool"]
+__all__ = ["HostPool", "OneBlock"]
 
 
-class _OneBlock:
+class OneBlock:
     """Stands for a row of blocks of which vLLM looks at a single one, so that no row has to be made up."""
 
     def __init__(self, block: KVCacheBlock) -> None:
@@ -110,7 +110,7 @@ class HostPool(BlockPool):
         self, request: Request, page: int, block: KVCacheBlock, page_tokens: int, group_id: int
     ) -> None:
         """Make a written page of the request findable by its hash, as page of the group `group_id`."""
-        self.cache_full_blocks(request, _OneBlock(block), page, page + 1, page_tokens, group_id)
+        self.cache_full_blocks(request, OneBlock(block), page, page + 1, page_tokens, group_id)
         assert block.block_hash is not None
         self.num_published += 1
         if self.enable_kv_cache_events and self._published_block(block.block_hash) is not block:

@@ -33,7 +33,7 @@ class PageCounters:
     evicted: int = 0  # leases given back with the page's device copy, by the option `always_host`
     lost: int = 0  # pages whose device blocks were reused
     failed: int = 0  # copies, in either direction, that some rank could not make
-    deduplicated: int = 0  # pages found on the host when they were to be copied
+    deduplicated: int = 0  # pages found on the other tier when they were to be copied there
     host_hits: int = 0  # pages of prefix hits that only the host had
     device_hits: int = 0
 
@@ -163,14 +163,29 @@ class PageLeases:
         record.pages.advance(page, Event.REPIN)
         self.counters.repinned += 1
 
+    def rejoin(self, record: Record, page: int) -> bool:
+        """Lease the device blocks of a host-only page that another request has published there.
+
+        False, and nothing has changed, if there are none.
+        """
+        host = self._source.host_block(record.request_id, page)
+        found = host.block_hash and self._host_pool.device_blocks(get_block_hash(host.block_hash))
+        if not found:
+            return False
+        self._pool.touch(found)
+        self._place(record, page, found)
+        record.pages.advance(page, Event.DEDUPLICATE)
+        self._changed[record, page] = None
+        self.counters.deduplicated += 1
+        return True
+
     def restore(self, record: Record, page: int, transfer: Transfer) -> None:
         """Lease device blocks for a host-only page and copy it back with `transfer`.
 
         The caller has checked the pool.
         """
         blocks = tuple(self._pool.get_new_blocks(self._num_parts))
-        for manager, block in zip(self._resident, blocks, strict=True):
-            manager.req_to_blocks[record.request_id][page] = block
+        self._place(record, page, blocks)
         record.pages.advance(page, Event.RESTORE)
         host = self._source.host_block(record.request_id, page)
         transfer.restores.append(PageCopy(record, page, blocks, host))
@@ -227,6 +242,8 @@ class PageLeases:
                 copy.record.pages.advance(copy.page, Event.COMPLETED)
                 self._changed[copy.record, copy.page] = None
                 self.counters.restored += 1
+                for manager, block in zip(self._resident, copy.device_blocks, strict=True):
+                    manager.publish(copy.record.request, copy.page, block)
 
     def _failed(self, transfer: Transfer) -> None:
         """Blocks that copies should have filled go back; whose request is gone gave back device blocks."""
@@ -290,5 +307,8 @@ class PageLeases:
                 del self._loose[block.block_id]
 
     def _clear(self, record: Record, page: int) -> None:
-        for manager in self._resident:
-            manager.req_to_blocks[record.request_id][page] = self._pool.null_block
+        self._place(record, page, [self._pool.null_block] * self._num_parts)
+
+    def _place(self, record: Record, page: int, blocks: Sequence[KVCacheBlock]) -> None:
+        for rows, block in zip(self._rows, blocks, strict=True):
+            rows[record.request_id][page] = block

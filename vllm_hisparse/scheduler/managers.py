@@ -14,9 +14,10 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
+from .host_pool import HostPool, OneBlock
+
 if TYPE_CHECKING:
     from .coordinator import HiSparseCoordinator
-    from .host_pool import HostPool
 
 __all__ = ["ResidentManager", "SourceManager"]
 
@@ -27,10 +28,10 @@ class SourceManager(FullAttentionManager):
     """
 
     coordinator: "HiSparseCoordinator"
-    host_pool: "HostPool"
+    host_pool: HostPool
     retains_longer_hit = True  # pages beyond the indexer's keys count if another connector loads the keys
 
-    def bind(self, coordinator: "HiSparseCoordinator", host_pool: "HostPool") -> None:
+    def bind(self, coordinator: "HiSparseCoordinator", host_pool: HostPool) -> None:
         """Switch to the host pool.
 
         vLLM builds every manager with the device pool, before the connector is bound.
@@ -227,14 +228,23 @@ class ResidentManager(SingleTypeKVCacheManager):
         cached = self.num_cached_block.get(request_id, 0)
         if num_tokens < (cached + 1) * self.block_size:
             return
-        hashed = len(request.block_hashes) * self.block_pool.hash_block_size
-        full = min(num_tokens, hashed) // self.block_size
+        full = min(num_tokens, self._num_hashed(request)) // self.block_size
         if cached < full:
             blocks = self.req_to_blocks[request_id]
             self.block_pool.cache_full_blocks(
                 request, blocks, cached, full, self.block_size, self.kv_cache_group_id
             )
             self.num_cached_block[request_id] = full
+
+    def publish(self, request: Request, page: int, block: KVCacheBlock) -> None:
+        """Make a page that has come back findable again, as `cache_blocks` did when it was written."""
+        if self.enable_caching and (page + 1) * self.block_size <= self._num_hashed(request):
+            self.block_pool.cache_full_blocks(
+                request, OneBlock(block), page, page + 1, self.block_size, self.kv_cache_group_id
+            )
+
+    def _num_hashed(self, request: Request) -> int:
+        return len(request.block_hashes) * self.block_pool.hash_block_size
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Blocks whose lease the request still holds itself; the coordinator took the others out of the row

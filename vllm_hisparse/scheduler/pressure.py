@@ -307,7 +307,8 @@ class Pressure:
         for page in record.pages.pages_in(PageState.LOOSE, PageState.DRAINING):
             leases.repin(record, page)
         self.note_clean(record)
-        restored = record.pages.pages_in(PageState.HOST)[:budget]
+        away = [page for page in record.pages.pages_in(PageState.HOST) if not leases.rejoin(record, page)]
+        restored = away[:budget]
         for page in restored:
             leases.restore(record, page, self._coordinator.transfer)
         if not record.needs_region:

@@ -107,7 +107,7 @@ EVENTS: dict[Event, str] = {
     Event.REUSED: "the pool handed out one of the page's blocks",
     Event.EVICT: "the device lease goes back with the copy there (option `always_host`)",
     Event.RESTORE: "device blocks are leased and the copy goes into the next message",
-    Event.DEDUPLICATE: "the host pool already has the page, published by another request",
+    Event.DEDUPLICATE: "the other tier has the page too, published by another request",
 }
 
 TRANSITIONS: dict[tuple[PageState, Event], PageState] = {
@@ -126,6 +126,7 @@ TRANSITIONS: dict[tuple[PageState, Event], PageState] = {
     (PageState.LOOSE, Event.REPIN): PageState.CLEAN,
     (PageState.LOOSE, Event.REUSED): PageState.HOST,
     (PageState.HOST, Event.RESTORE): PageState.RESTORING,
+    (PageState.HOST, Event.DEDUPLICATE): PageState.CLEAN,
     (PageState.RESTORING, Event.COMPLETED): PageState.CLEAN,
     (PageState.RESTORING, Event.FAILED): PageState.HOST,
 }

@@ -62,6 +62,8 @@ class EngineOptions:
     always_host: bool = False
     kv_role: str = "kv_both"
     num_drafts: int = 0
+    drafts_by: str = "ngram"  # or "mtp", whose drafts need slots ahead
+    policy: str = "fcfs"  # or "priority"
     kv_events: str | None = None  # directory in which events are published and replayed, as ZMQ sockets
 
     @property
@@ -95,6 +97,7 @@ def make_vllm_config(options: EngineOptions, directory: Path) -> Any:
         is_encoder_decoder=False,
         enable_chunked_prefill=True,
         async_scheduling=options.async_scheduling,
+        policy=options.policy,
     )
     engine = VllmConfig(
         model_config=ModelConfig(
@@ -115,6 +118,7 @@ def make_vllm_config(options: EngineOptions, directory: Path) -> Any:
             prompt_lookup_max=2,
             prompt_lookup_min=1,
         )
+        engine.speculative_config.method = options.drafts_by
     # Platforms have opinions on these.
     engine.scheduler_config.disable_hybrid_kv_cache_manager = False
     engine.scheduler_config.async_scheduling = options.async_scheduling

@@ -17,6 +17,7 @@ from vllm_hisparse.connector import HiSparseMetadata, HiSparseWorkerMetadata
 from vllm_hisparse.messages import Acknowledgement, StepMessage, decode
 from vllm_hisparse.scheduler.coordinator import HiSparseCoordinator
 from vllm_hisparse.scheduler.integrity import check
+from vllm_hisparse.scheduler.records import Record
 
 from .engine_config import EngineOptions, make_kv_cache_config, make_vllm_config
 from .model_runner import VOCABULARY, WorkerRequest, sample, verify
@@ -71,12 +72,15 @@ class SchedulerRig:
         self.watch_refusals = False
         self._random = random.Random(seed)
         self._order = random.Random(seed)
+        self._adopted: dict[Record, int] = {}  # tokens of the prefix hit that it started on
+        self._adopt = self.coordinator.adopt
+        self.coordinator.adopt = self._watched_adopt
         self._allocate = self.scheduler.kv_cache_manager.allocate_slots
         self.scheduler.kv_cache_manager.allocate_slots = self._watched_allocate
 
     # ---- what a client does
 
-    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8) -> Any:
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, *, priority: int = 0) -> Any:
         """A request arrives."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
@@ -87,6 +91,7 @@ class SchedulerRig:
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False),
             pooling_params=None,
             block_hasher=self.hasher,
+            priority=priority,
         )
         self.scheduler.add_request(request)
         self.outputs[request_id] = []
@@ -143,6 +148,7 @@ class SchedulerRig:
         meta = output.kv_connector_metadata
         assert isinstance(meta, HiSparseMetadata)
         message = decode(meta.payload)
+        assert all(transfer_id in self.coordinator.ledger for transfer_id in message.wait)
         self.messages.append(message)
         self.check()
         spans, sampled = self._run_model(output)
@@ -201,6 +207,8 @@ class SchedulerRig:
             request = self.requests[request_id]
             drafts = self._drafts(request, len(output.scheduled_spec_decode_tokens.get(request_id, ())))
             start, end = request.num_computed, request.num_computed + num_tokens
+            shared = self._adopted.get(self.coordinator.records[request_id], 0)
+            assert start >= shared, f"{request_id} writes token {start} of {shared} that it shares"
             assert end <= len(request.tokens) + len(drafts), (request_id, end)
             digests = request.context(drafts, end)
             spans.append(Span(request_id, digests, start, list(request.indexer_blocks)))
@@ -259,6 +267,11 @@ class SchedulerRig:
             sampled_token_ids=[list(tokens) for tokens in sampled.values()],
             kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=meta),
         )
+
+    def _watched_adopt(self, request_id: str, blocks: Any) -> None:
+        self._adopt(request_id, blocks)
+        record = self.coordinator.records[request_id]
+        self._adopted[record] = len(blocks) * self.options.page_tokens
 
     def _watched_allocate(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's `allocate_slots`; a refusal must not have changed anything."""
