@@ -80,19 +80,24 @@ def _centre(state: PageState) -> Point:
 
 def _transition(drawing: Drawing, before: PageState, event: Event, after: PageState) -> None:
     start, end = _centre(before), _centre(after)
+    anchor = "middle"
     if (before, after) in AROUND:
         points, is_curve, place = AROUND[before, after]
         drawing.arrow(points, SOFT, is_curve)
     else:
-        # One of a pair in opposite directions is drawn above the other.
+        is_vertical = start[0] == end[0]
         has_return = any(s is after and t is before for (s, _), t in TRANSITIONS.items())
-        shift = (-11.0 if end[0] > start[0] else 11.0) if has_return else 0.0
-        start, end = (start[0], start[1] + shift), (end[0], end[1] + shift)
-        place = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + (-6 if shift <= 0 else 16))
-        if start[0] == end[0]:
-            place = (start[0] + 6, (start[1] + end[1]) / 2 + 4)
+        # Of a pair in opposite directions, one is drawn above the other, or left of it.
+        forward = end > start if is_vertical else end[0] > start[0]
+        shift = (-11.0 if forward else 11.0) if has_return else 0.0
+        dx, dy = (shift, 0.0) if is_vertical else (0.0, shift)
+        start, end = (start[0] + dx, start[1] + dy), (end[0] + dx, end[1] + dy)
+        x, y = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2
+        if is_vertical:
+            place, anchor = ((x - 6, y + 4), "end") if shift < 0 else ((x + 6, y + 4), "start")
+        else:
+            place = (x, y + (-6 if shift <= 0 else 16))
         drawing.arrow([_edge(start, end), _edge(end, start)], SOFT)
-    anchor = "start" if start[0] == end[0] else "middle"
     drawing.text(*place, event.value, 12.5, INK, anchor, halo=True)
 
 

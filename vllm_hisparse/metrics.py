@@ -7,8 +7,10 @@ A sample is `{key: {label value: number, or list of observations}}`; metrics wit
 "".
 """
 
+import collections
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -44,6 +46,9 @@ PAGE_EVENTS = (
 )
 REGION_EVENTS = ("granted", "returned", "grown_blocks", "shrunk_blocks")
 LEVELS = ("below_low", "between", "above_high")
+# Rates of the log line, of bytes.
+RATES = ((("host_read_bytes",), "host reads GB/s"), (("spilled_bytes", "restored_bytes"), "page copies GB/s"))
+MIN_INTERVAL_S = 0.001  # an interval may consist of one sample
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -127,10 +132,12 @@ METRICS = (
 _BY_KEY = {metric.key: metric for metric in METRICS}
 
 
+@dataclass
 class HiSparseStats(KVConnectorStats):
     """Samples of one interval. Counters hold deltas, gauges the latest value, histograms all observations."""
 
-    data: Sample
+    data: Sample = field(default_factory=dict)
+    started: float = field(default_factory=lambda: time.monotonic())  # noqa: PLW0108 tests have a clock of their own
 
     def reset(self) -> None:
         """Forget everything."""
@@ -149,21 +156,27 @@ class HiSparseStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The interval in a few figures, for vLLM's log line. Rows and bytes are sums over ranks."""
-        hits, misses = _total(self.data, "hits"), _total(self.data, "misses")
+        """The interval in a few figures, for vLLM's log line.
+
+        Rates are of the rank that moved most: every rank has a link of its own.
+        """
+        seconds = max(time.monotonic() - self.started, MIN_INTERVAL_S)
         figures: dict[str, int | float] = {
             f"HiSparse {state} requests": int(n) for state, n in self.data.get("requests", {}).items()
         }
+        hits, misses = _total(self.data, "hits"), _total(self.data, "misses")
         if hits + misses:
             figures["hit rate %"] = round(100 * hits / (hits + misses), 1)
-        for key, text in (("host_read_bytes", "host read MiB"), ("spilled_bytes", "spilled MiB")):
-            if key in self.data:
-                figures[text] = round(_total(self.data, key) / 2**20, 2)
-        for key, text in (("free_device_blocks", "free blocks"), ("waits_for_copies", "waits for copies")):
-            if key in self.data:
-                figures[text] = int(_total(self.data, key))
+        for keys, text in RATES:
+            moved = collections.Counter[str]()
+            for key in keys:
+                moved.update(self.data.get(key, {}))
+            figures[text] = round(max(moved.values(), default=0) / seconds / 1e9, 3)
         if spills := self.data.get("spill_seconds", {}).get(""):
             figures["spill ms"] = round(1000 * sum(spills) / len(spills), 2)
+        for key, text in (("waits_for_copies", "waits for copies"), ("free_device_blocks", "free blocks")):
+            if key in self.data:
+                figures[text] = int(_total(self.data, key))
         return figures
 
 

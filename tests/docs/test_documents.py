@@ -105,6 +105,13 @@ def test_links_lead_somewhere(document: Path) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, target
 
 
+@pytest.mark.parametrize("picture", sorted(DOCS.glob("pictures/*.svg")), ids=lambda path: path.name)
+def test_labels_of_pictures_are_apart(picture: Path) -> None:
+    """Two texts in one place cannot be read: a new transition may need a way of its own."""
+    places = re.findall(r'<text (x="[^"]*" y="[^"]*")', picture.read_text())
+    assert len(places) == len(set(places)) > 10
+
+
 def test_every_document_is_linked_from_the_readme() -> None:
     text = (ROOT / "README.md").read_text()
     assert [path.name for path in DOCUMENTS if path.name != "README.md" and path.name not in text] == []

@@ -158,7 +158,7 @@ def test_the_report() -> None:
     assert steady.device == 1 + Fraction(config.num_blocks - 1 - (205 + 322), 271)
     assert 7 < steady.value < 8
     lines = startup_lines(vllm_config, layout)
-    assert len(lines) == 6
+    assert len(lines) == 7
     text = "\n".join(lines)
     for part in (
         f"device pool: {config.num_blocks} blocks of 341120 bytes",
@@ -167,7 +167,8 @@ def test_the_report() -> None:
         "padding: 1.4% of a resident request's blocks, 1.1% of a host-backed one's (65280 tokens, ",
         "16 hot regions of 2048 to 8192 rows, 4096 when granted; 1 x top-k 2048 a step, policy lrfu",
         f"{float(steady.value):.2f} decoding (271 each)",
-        "decoding is limited by device: raise gpu_memory_utilization",
+        "decoding is limited by device: raise gpu_memory_utilization or lower max_model_len (device 7.16, ",
+        "admission is limited by device: raise gpu_memory_utilization, or lower max_num_batched_tokens (",
     ):
         assert part in text, part
     assert {"device", "host", "regions", "max_num_seqs"} == set(ADVICE)

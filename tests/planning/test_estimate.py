@@ -12,6 +12,7 @@ from vllm_hisparse.config import GIB, MIB
 from vllm_hisparse.planning.estimate import Estimate, Setup, estimate
 from vllm_hisparse.planning.groups import kv_cache_groups
 from vllm_hisparse.planning.layout import layout_from
+from vllm_hisparse.planning.machines import GPU_MEMORY_MIB, kv_memory_bytes
 from vllm_hisparse.planning.models import BUILT_IN, load_model
 from vllm_hisparse.planning.pools import kv_cache_config
 from vllm_hisparse.planning.report import steady_state
@@ -137,6 +138,46 @@ def test_more_speculation_never_raises_concurrency(
     one_more = estimate(replace(some, speculative_tokens=drafts + 1))
     assert one_more.steady.value <= estimate(some).steady.value
     assert one_more.floor.value <= estimate(some).floor.value
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    SETUPS, st.sampled_from(sorted(GPU_MEMORY_MIB)), st.integers(1, 63), st.integers(1, 8), st.floats(0.5, 1)
+)
+def test_more_gpus_never_lower_concurrency(
+    setup: Setup, gpu: str, tp: int, more: int, utilization: float
+) -> None:
+    """Each holds a smaller share of the weights; a larger share of its memory has the same effect."""
+
+    def served(ranks: int, share: float) -> Estimate:
+        memory = kv_memory_bytes(setup.model, gpu, ranks, setup.speculative_tokens, share)
+        return estimate(replace(setup, kv_bytes=max(0, memory)))
+
+    no_more(served(tp, utilization), served(tp + more, utilization))
+    no_more(served(tp, utilization), served(tp, (1 + utilization) / 2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(SETUPS, st.integers(1, 16384))
+def test_longer_steps_never_raise_concurrency(setup: Setup, more: int) -> None:
+    no_more(estimate(replace(setup, step_tokens=setup.step_tokens + more)), estimate(setup))
+
+
+@settings(max_examples=60, deadline=None)
+@given(SETUPS, st.integers(1, 1024))
+def test_more_requests_never_lower_what_they_were_limited_to(setup: Setup, more: int) -> None:
+    """Their tables take device memory, so only where the number of requests was the limit."""
+    fewer, most = estimate(setup), estimate(replace(setup, max_requests=setup.max_requests + more))
+    for name in ("plain", "admission", "steady", "floor"):
+        if getattr(fewer, name).limit == "max_num_seqs":
+            assert getattr(fewer, name).value <= getattr(most, name).value, name
+
+
+@settings(max_examples=60, deadline=None)
+@given(SETUPS, st.integers(4096, 16384), st.integers(0, 8192))
+def test_larger_regions_never_raise_concurrency(setup: Setup, rows: int, more: int) -> None:
+    small = replace(setup, speculative_tokens=0, start_hot_rows=rows)
+    assert estimate(replace(small, start_hot_rows=rows + more)).steady.value <= estimate(small).steady.value
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -18,6 +18,10 @@ ADVICE = {
 }
 
 
+# Of admission: a request that is being admitted also holds the pages of its prompt's steps in flight.
+ADMISSION_ADVICE = {**ADVICE, "device": "raise gpu_memory_utilization, or lower max_num_batched_tokens"}
+
+
 def startup_lines(vllm_config: Any, layout: Layout) -> list[str]:
     """Pools, groups, padding, hot regions, and both bounds with the resource that limits them."""
     config = HiSparseConfig.from_vllm_config(vllm_config)
@@ -86,4 +90,7 @@ def _concurrency_lines(vllm_config: Any, layout: Layout) -> list[str]:
         f"{layout.floor_hot_blocks * layout.page_tokens} rows",
         f"decoding is limited by {steady.limit}: {ADVICE[steady.limit]} (device {float(steady.device):.2f}, "
         f"host {float(steady.host):.2f}, regions {steady.num_regions}, max_num_seqs {steady.max_requests})",
+        f"admission is limited by {admission.limit}: {ADMISSION_ADVICE[admission.limit]} "
+        f"(device {float(admission.device):.2f}, host {float(admission.host):.2f}, "
+        f"max_num_seqs {admission.max_requests})",
     ]
