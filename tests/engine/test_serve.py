@@ -51,6 +51,7 @@ def test_the_line_of_a_plan_serves(model_path: ModelPath, tmp_path: Path) -> Non
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (400, 8)
         assert_logged(re.findall(r"HiSparse: (.*)", running.log), expected)
         running.check_stop()
+        assert "HiSparse: host pool of 0.02 GiB freed" in running.log
 
 
 def test_unknown_option_ends_the_server_with_its_name(model_path: ModelPath, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from .host_sharing import SharedMap, map_shared
 from .stream_words import StreamWords
 from .turns import PolledWords, WriteTurns
 
-__all__ = ["HostMemory", "host_memory"]
+__all__ = ["HostMemory", "host_memory", "release_host_memory"]
 
 logger = init_logger("vllm.vllm_hisparse")
 GIB = 2**30
@@ -39,6 +39,13 @@ def host_memory(num_bytes: int, pinned: bool, group: dist.ProcessGroup | None = 
         _kept.clear()
         _kept[key] = HostMemory(num_bytes, pinned, group)
     return _kept[key]
+
+
+def release_host_memory() -> None:
+    """The engine ends: give the process's host pool back, and say so: hundreds of GiB take seconds."""
+    for memory in _kept.values():
+        memory.close()
+    _kept.clear()
 
 
 def _check_available(num_bytes: int) -> None:
@@ -124,8 +131,19 @@ class HostMemory:
         return address
 
     def close(self) -> None:
-        """Unregister and release. Views of `tensor` must be gone by then."""
-        for address in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
-        self._registered.clear()
+        """Unregister and release, once the device is done with it. The memory is gone with the last view."""
+        started, size, pinned = time.monotonic(), self.tensor.numel() / GIB, bool(self._registered)
+        if pinned:
+            self._unregister()
         del self.tensor, self._all, self.turns
+        done = "unpinned and freed" if pinned else "freed"
+        logger.info("HiSparse: host pool of %.2f GiB %s in %.1f s", size, done, time.monotonic() - started)
+
+    def _unregister(self) -> None:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:  # a device that has failed reads nothing any more
+            logger.warning("HiSparse: the host pool is unpinned after an error of the device: %s", error)
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            list(pool.map(torch.cuda.cudart().cudaHostUnregister, self._registered))  # type: ignore[no-untyped-call]
+        self._registered.clear()

@@ -1,0 +1,42 @@
+"""The host pool of a process: made once, given back once, and said so."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_hisparse.runtime import host_memory as module
+from vllm_hisparse.runtime.host_memory import host_memory, release_host_memory
+
+BYTES = 1 << 20
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    kept: list[str] = []
+
+    def keep(text: str, *arguments: Any) -> None:
+        kept.append(text % arguments)
+
+    monkeypatch.setattr(module.logger, "info", keep)
+    return kept
+
+
+def test_made_once_and_given_back_once(lines: list[str]) -> None:
+    release_host_memory()  # of engines before
+    lines.clear()
+    first = host_memory(BYTES, pinned=False)
+    view = first.tensor[:4].fill_(7)
+    assert host_memory(BYTES, pinned=False) is first
+    release_host_memory()
+    release_host_memory()
+    assert len(lines) == 1 and lines[0].startswith("HiSparse: host pool of 0.00 GiB freed in ")
+    assert view.tolist() == [7] * 4, "views stay valid as long as they are there"
+    assert host_memory(BYTES, pinned=False).tensor.sum() == 0
+    release_host_memory()
+
+
+def test_more_than_there_is() -> None:
+    with pytest.raises(ValueError, match=r"got a host pool of .* GiB and .* GiB of memory; need a smaller"):
+        host_memory(1 << 50, pinned=False)
