@@ -131,7 +131,9 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             num_reprefillable=kv_cache_manager.coordinator.num_reprefillable_tokens,
             max_step_tokens=config.scheduler_config.max_num_batched_tokens,
         )
-        kv_cache_manager.allocate_slots = SteadySlots(kv_cache_manager, self.coordinator).allocate
+        steady = SteadySlots(kv_cache_manager, self.coordinator)
+        kv_cache_manager.allocate_slots = steady.allocate
+        kv_cache_manager.cache_blocks = steady.publish
         self._sampler = SchedulerSampler(self.coordinator)
         for line in startup_lines(config, self.coordinator.layout):
             logger.info("HiSparse: %s", line)

@@ -44,7 +44,7 @@ class Run:
     cudagraph_mode: str = ""  # vLLM's default
     eager: bool = False
     draft_tokens: int = 0  # ngram
-    sort: bool = False  # selections, so that outputs can be compared
+    exact: bool = False  # selections without chance, so that outputs can be compared
     churn: float = 0.0  # replay selections, this much of each fresh
     staging_mib: int = 256
     low: float = 0.08
@@ -142,8 +142,8 @@ def prompts(run: Run) -> list[dict[str, list[int]]]:
 def patch_selections(run: Run) -> None:
     from vllm_hisparse.testing import determinism
 
-    if run.sort:
-        determinism.sort_selections()
+    if run.exact:
+        determinism.select_without_chance()
         if run.impl == "plain":
             determinism.write_rows_in_two_steps()
     if run.churn:
@@ -181,7 +181,7 @@ def measure(llm: Any, run: Run, schedule: Schedule, counters: Any) -> dict[str, 
         max_tokens=run.num_tokens,
         ignore_eos=True,
         detokenize=False,
-        logprobs=NUM_LOGPROBS * run.sort or None,
+        logprobs=NUM_LOGPROBS * run.exact or None,
     )
     before = counters()
     schedule.take()
@@ -212,7 +212,7 @@ def measure(llm: Any, run: Run, schedule: Schedule, counters: Any) -> dict[str, 
         "schedule": hashlib.sha256(repr([t for _, t in steps if t]).encode()).hexdigest()[:16],
         "outputs": [
             [list(r.outputs[0].token_ids), _logprobs(r.outputs[0].logprobs)] for r in results
-        ] if run.sort else None,
+        ] if run.exact else None,
         "distinct": len({t for r in results for t in r.outputs[0].token_ids}),
     }  # fmt: skip
 

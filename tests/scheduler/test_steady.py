@@ -91,14 +91,37 @@ def test_the_early_exit_changes_nothing(make_rig: Any) -> None:
     seen = []
     for is_short_cut in (True, False):
         rig = make_rig(num_device_blocks=41, num_parts=2, low=0.3, high=0.6, prefix_share=0.2)
+        manager = rig.scheduler.kv_cache_manager
         if not is_short_cut:
             rig._allocate = rig._allocate.__self__._allocate
+            manager.cache_blocks = manager.cache_blocks.__self__._publish
         for index in range(3):
             rig.add(f"r{index}", range(20 * index, 20 * index + 9 + index), max_tokens=30)
         levels = []
         while rig.scheduler.has_requests():
             rig.step()
-            levels.append(rig.coordinator.pool.get_num_free_blocks())
+            for request in rig.scheduler.running:  # as vLLM does once a step's tokens are known
+                manager.cache_blocks(request, request.num_computed_tokens)
+            pool = rig.coordinator.pool
+            levels.append((pool.get_num_free_blocks(), len(pool.cached_block_hash_to_block)))
         rig.run()
         seen.append((rig.outputs, rig.messages, levels))
     assert seen[0] == seen[1]
+
+
+def test_a_page_is_published_as_soon_as_its_tokens_are_known(make_rig: Any) -> None:
+    """Not a step later, when slots are asked for: asynchronous scheduling learns tokens in between."""
+    rig = make_rig(page_tokens=4, num_device_blocks=60)
+    rig.add("r", range(9), max_tokens=30)
+    (request,) = [rig.scheduler.requests["r"]]
+    record = None
+    while record is None or request.num_computed_tokens != record.next_publication - 1:
+        rig.step()
+        record = rig.coordinator.records["r"]
+    manager, published = rig.scheduler.kv_cache_manager, rig.coordinator.pool.cached_block_hash_to_block
+    before = len(published)
+    manager.cache_blocks(request, request.num_computed_tokens)
+    assert len(published) == before
+    manager.cache_blocks(request, request.num_computed_tokens + 1)
+    assert len(published) > before
+    assert record.next_publication == request.num_computed_tokens + 1 + 4

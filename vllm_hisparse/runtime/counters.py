@@ -6,24 +6,31 @@ from vllm_hisparse import ops
 
 __all__ = ["Counters", "MissProbe"]
 
+COPY_EVERY = 16
+
 
 class Counters:
     """int64 [index groups, 8] on the device, written by the resolvers; read a step late from a pinned copy.
 
-    `totals` never waits: a copy that has not arrived yet is reported by a later call.
+    `totals` never waits: a copy that has not arrived yet is reported by a later call. On CUDA it starts one
+    every `COPY_EVERY` calls, since the next step's kernels wait for it.
     """
 
     def __init__(self, num_groups: int, device: torch.device) -> None:
+        self._num_calls = 0
         self.rows = torch.zeros((num_groups, 8), dtype=torch.int64, device=device)
         self._copy = torch.zeros_like(self.rows, device="cpu", pin_memory=device.type == "cuda")
         self._arrived = torch.Event(device=device) if device.type == "cuda" else None
         self._latest = torch.zeros((num_groups, 8), dtype=torch.int64)
 
     def totals(self) -> torch.Tensor:
-        """Latest totals since start, int64 [index groups, 8] on the CPU, and starts the next copy."""
+        """Latest totals since start, int64 [index groups, 8] on the CPU: the same tensor until there are
+        others.
+        """
         if self._arrived is None:
             return self.rows.clone()
-        if self._arrived.query():
+        self._num_calls += 1
+        if self._num_calls % COPY_EVERY == 0 and self._arrived.query():
             self._latest = self._copy.clone()
             self._copy.copy_(self.rows, non_blocking=True)
             self._arrived.record()

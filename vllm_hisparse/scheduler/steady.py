@@ -19,7 +19,7 @@ __all__ = ["SteadySlots"]
 
 
 class SteadySlots:
-    """`KVCacheManager.allocate_slots` with an early exit; every other call goes to vLLM's.
+    """`KVCacheManager.allocate_slots` and `cache_blocks` with an early exit; every other call goes to vLLM's.
 
     The early exit returns what vLLM would return, and skips only what would change nothing: no group
     allocates, none frees (there is no sliding window), none publishes.
@@ -27,6 +27,7 @@ class SteadySlots:
 
     def __init__(self, manager: KVCacheManager, coordinator: "HiSparseCoordinator") -> None:
         self._allocate = manager.allocate_slots
+        self._publish = manager.cache_blocks
         self._nothing = manager.empty_kv_cache_blocks
         self._records = coordinator.records
         self._rows = [(m.req_to_blocks, m.block_size) for m in coordinator.on_device]
@@ -54,8 +55,20 @@ class SteadySlots:
             self._note(record, min(end, request.num_tokens))
         return blocks
 
+    def publish(self, request: Request, num_computed_tokens: int) -> None:
+        """See `KVCacheManager.cache_blocks`, which vLLM calls when a step's tokens are known."""
+        record = self._records.get(request.request_id)
+        if record is not None and num_computed_tokens < record.next_publication:
+            return
+        self._publish(request, num_computed_tokens)
+        if record is not None and record.next_publication:  # 0: not allocated by a running request yet
+            self._note_published(record, num_computed_tokens)
+
     def _note(self, record: Record, num_cached: int) -> None:
         """vLLM has allocated, and published what is full of the first `num_cached` tokens."""
         record.num_slots = min(len(rows[record.request_id]) * size for rows, size in self._rows)
+        self._note_published(record, num_cached)
+
+    def _note_published(self, record: Record, num_cached: int) -> None:
         units = max(num_cached - self._num_reprefillable, 0) // self._unit
         record.next_publication = (units + 1) * self._unit

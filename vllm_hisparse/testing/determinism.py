@@ -1,10 +1,9 @@
 """vLLM on CUDA made comparable bit by bit, for tests and benchmarks.
 
-Two things stand in the way. vLLM's top-k kernels write a selection in whatever order their atomics give, so
-that attention adds in another order each time and two runs of one engine differ in their last bits:
-selections can be sorted. And without HiSparse one fused kernel normalises a row and quantises it, while with
-HiSparse the row is rounded to bf16 in between, as vLLM's own HiSparse does it: a reference can be made to
-write rows in the same two steps.
+Two things stand in the way. vLLM's top-k kernels let atomics decide in which order they write a selection and
+which of equal scores they take, so two runs of one engine differ: selections can be made without chance. And
+without HiSparse one fused kernel normalises a row and quantises it, while with HiSparse the row is rounded to
+bf16 in between, as vLLM's own HiSparse does it: a reference can be made to write rows in the same two steps.
 
 Replayed selections have a locality that random weights do not.
 """
@@ -15,37 +14,51 @@ from typing import Any
 
 import torch
 
-__all__ = ["Replay", "replay_selections", "sort_selections", "write_rows_in_two_steps"]
+__all__ = ["Replay", "replay_selections", "select_without_chance", "top_k", "write_rows_in_two_steps"]
 
 LAST = torch.iinfo(torch.int32).max
+ROWS_AT_ONCE = 1024  # of a prefill: bounds the memory that a selection takes
 
 
-def sort_selections() -> None:
-    """Sort every selection by position, padding last, for the rest of the process.
+def select_without_chance() -> None:
+    """Replace the indexer's top-k kernels by `top_k`, for the rest of the process.
 
     Raises ImportError where vLLM has no CUDA indexer of the form that 0.33 has.
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers.indexer_topk import SparseIndexerTopk
 
-    prefill, decode = _custom_ops.top_k_per_row_prefill, SparseIndexerTopk.forward
+    def prefill(logits: torch.Tensor, starts: Any, ends: torch.Tensor, topk: torch.Tensor, *_: Any) -> None:
+        for first in range(
+            0, logits.shape[0], ROWS_AT_ONCE
+        ):  # `starts` are 0: a row's logits begin with its context
+            rows = slice(first, first + ROWS_AT_ONCE)
+            top_k(logits[rows], ends[rows], topk[rows])
 
-    def sorted_prefill(logits: Any, starts: Any, ends: Any, topk: torch.Tensor, *rest: Any) -> None:
-        prefill(logits, starts, ends, topk, *rest)
-        _sort(topk)
+    def decode(
+        self: Any, logits: torch.Tensor, lens: torch.Tensor, next_n: int, topk: torch.Tensor, *_: Any
+    ) -> None:
+        top_k(logits, self._row_ends(lens, next_n, logits.shape[0]), topk)
 
-    def sorted_decode(self: Any, logits: Any, lens: Any, next_n: int, topk: torch.Tensor, *rest: Any) -> None:
-        decode(self, logits, lens, next_n, topk, *rest)
-        _sort(topk)
-
-    _custom_ops.top_k_per_row_prefill = sorted_prefill
-    SparseIndexerTopk.forward = sorted_decode
+    _custom_ops.top_k_per_row_prefill = prefill
+    SparseIndexerTopk.forward = decode
 
 
-def _sort(topk: torch.Tensor) -> None:
-    """int32 [T, K] in place; capturable."""
-    ordered = torch.where(topk < 0, LAST, topk).sort(dim=-1).values
-    topk.copy_(torch.where(ordered == LAST, -1, ordered))
+def top_k(logits: torch.Tensor, ends: torch.Tensor, topk: torch.Tensor) -> None:
+    """Write the K highest of the first `ends` int32 [T] of `logits` [T, width] to `topk` int32 [T, K]:
+    ascending, padded
+    with -1; of equal scores the first ones. Shapes do not depend on values, so it can be captured in a graph.
+    """
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    inside = columns < ends.unsqueeze(1)
+    scores = logits.masked_fill(~inside, -torch.inf)
+    num = min(topk.shape[1], logits.shape[1])
+    threshold = scores.topk(num, dim=-1).values[:, -1:]
+    above, equal = inside & (scores > threshold), inside & (scores == threshold)
+    chosen = above | (equal & (equal.cumsum(-1) <= num - above.sum(-1, keepdim=True)))
+    positions = torch.where(chosen, columns, LAST).topk(num, dim=-1, largest=False).values
+    topk.fill_(-1)
+    topk[:, :num] = torch.where(positions == LAST, -1, positions)
 
 
 def write_rows_in_two_steps() -> None:
@@ -81,27 +94,35 @@ class Replay:
     """
 
     def __init__(
-        self, *, num_leaders: int, num_steps: int, num_rows: int, top_k: int, context: int, churn: float
+        self,
+        *,
+        num_leaders: int,
+        num_steps: int,
+        num_rows: int,
+        top_k: int,
+        context: int,
+        churn: float,
+        device: str = "cuda",
     ) -> None:
         self.num_leaders = num_leaders
         shape = (num_leaders, num_steps, num_rows, top_k)
-        self.selections = torch.empty(shape, dtype=torch.int32, device="cuda")
-        generator = torch.Generator("cuda").manual_seed(1)
+        self.selections = torch.empty(shape, dtype=torch.int32, device=device)
+        generator = torch.Generator(device).manual_seed(1)
         num_fresh = round(churn * top_k)
         for leader in range(num_leaders):
             for row in range(num_rows):
                 # A permutation of the context, read on: distinct positions, and fresh ones come from all over
                 # it.
-                order = torch.randperm(context, generator=generator, device="cuda")
+                order = torch.randperm(context, generator=generator, device=device)
                 chosen, cursor = order[:top_k].clone(), top_k
                 for step in range(num_steps):
                     if step:
-                        leaving = torch.randperm(top_k, generator=generator, device="cuda")[:num_fresh]
-                        arriving = torch.arange(cursor, cursor + num_fresh, device="cuda") % context
+                        leaving = torch.randperm(top_k, generator=generator, device=device)[:num_fresh]
+                        arriving = torch.arange(cursor, cursor + num_fresh, device=device) % context
                         chosen[leaving] = order[arriving]
                         cursor += num_fresh
                     self.selections[leader, step, row] = chosen.int()
-        self._step = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._num_calls = 0
 
     def write(self, topk: torch.Tensor) -> None:

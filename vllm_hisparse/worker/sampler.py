@@ -25,11 +25,16 @@ class RankSampler:
         self._rank = str(rank)
         self._row_bytes = torch.tensor(runtime.layout.group_row_bytes)  # [index groups]
         self._seen: dict[str, int] = {}
+        self._rows: torch.Tensor | None = None  # the totals of the last sample
+        self._num_copied = 0  # pages, by then
 
     def sample(self) -> Sample:
         """What was counted since the last call; keys without news are left out."""
         runtime = self._runtime
-        rows = runtime.counters.totals()
+        rows, num_copied = runtime.counters.totals(), runtime.num_spilled_pages + runtime.num_restored_pages
+        if rows is self._rows and num_copied == self._num_copied:
+            return {}
+        self._rows, self._num_copied = rows, num_copied
         loaded = rows[:, ops.Counter.MISSES] - rows[:, ops.Counter.OVERFLOW]
         totals = {key: int(rows[:, counter].sum()) for key, counter in _ROWS.items()}
         totals["host_read_bytes"] = 0 if runtime.config.skip_io else int((loaded * self._row_bytes).sum())
