@@ -70,6 +70,29 @@ def test_without_the_eager_mirror_copies_start_at_low(make_rig: Any) -> None:
     rig.run()
 
 
+def test_a_request_that_waits_makes_others_copy(make_rig: Any) -> None:
+    """Low is 0 and the mirror is lazy, so nothing would be copied before a is preempted or ends."""
+    rig = make_rig(**POOL | {"low": 0.0}, eager_host_mirror=False)
+    rig.add("a", range(64), max_tokens=28)
+    for _ in range(5):
+        assert not step(rig).spill
+    rig.add("b", range(100, 120), max_tokens=2)
+    message = step(rig)
+    assert (rig.num_refused, len(message.spill)) == (1, 16)
+    step(rig)
+    assert "b" in rig.coordinator.records
+    assert rig.coordinator.records["a"].request.num_preemptions == 0
+    rig.run()
+
+
+def test_a_request_that_waits_for_a_slot_or_for_tokens_does_not(make_rig: Any) -> None:
+    rig = make_rig(**POOL | {"num_device_blocks": 201, "low": 0.0}, max_requests=2, eager_host_mirror=False)
+    for name, first in (("a", 0), ("b", 100), ("c", 200)):
+        rig.add(name, range(first, first + 40), max_tokens=20)
+    rig.run()
+    assert not any(message.spill for message in rig.messages)
+
+
 def test_steady_decode_sends_nothing(make_rig: Any) -> None:
     rig = make_rig(num_device_blocks=201)
     rig.add("a", range(16), max_tokens=30)

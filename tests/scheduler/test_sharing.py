@@ -117,3 +117,14 @@ def test_one_brings_back_what_two_share(make_rig: Any) -> None:
     assert first == coordinator.leases.device_blocks(b, 0)
     assert first[0].ref_cnt == 2
     rig.run()
+
+
+def test_without_a_hit_nothing_is_adopted(make_rig: Any) -> None:
+    """A request that starts on nothing is not one that may read pages that are written in this step."""
+    rig = make_rig(num_device_blocks=121)
+    rig.add("a", range(40), max_tokens=4)
+    rig.step()
+    assert not rig._adopted
+    rig.add("b", range(40), max_tokens=4)
+    rig.run()
+    assert len(rig._adopted) == 1

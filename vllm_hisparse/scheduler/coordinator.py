@@ -62,6 +62,7 @@ class HiSparseCoordinator:
         self.requests: dict[str, Request] = {}
         self.records: dict[str, Record] = {}
         self.num_reprefillable = num_reprefillable
+        self._max_step_tokens = max_step_tokens
         self.num_waits = 0  # since start: requests told to wait for copies rather than preempt
         self._free_slots = list(range(layout.max_requests - 1, -1, -1))
         self._by_slot: dict[int, Record] = {}
@@ -166,7 +167,7 @@ class HiSparseCoordinator:
         """The step's message. Called once every allocation of the step is done."""
         bound = self._bind(scheduler_output)
         self.ledger.note_step()
-        self.pressure.step()
+        self.pressure.step(self._is_waited_for(scheduler_output))
         pages = self.leases.take_changes()
         for record in [r for r in self._grown if r.slot >= 0]:
             pages += [self.leases.entry(record, page) for page in range(record.num_sent, len(record.pages))]
@@ -178,7 +179,7 @@ class HiSparseCoordinator:
         return StepMessage(
             unbind=tuple(unbound),
             bind=bound,
-            wait=tuple(t for t in self.leases.take_reused() if t in self.ledger),
+            wait=tuple(self.leases.take_reused()),
             regions=tuple(regions.values()),
             pages=tuple(pages),
             transfer_id=-1 if transfer is None else transfer.transfer_id,
@@ -278,6 +279,16 @@ class HiSparseCoordinator:
                 if record.region is not None:
                     self._write_region(record)
         return tuple(bound)
+
+    def _is_waited_for(self, scheduler_output: SchedulerOutput) -> bool:
+        """Whether a request waits for blocks: none was admitted, for want of neither slots nor tokens."""
+        return (
+            len(self.requests) > len(self.records)
+            and bool(self._free_slots)
+            and scheduler_output.total_num_scheduled_tokens < self._max_step_tokens
+            and not scheduler_output.scheduled_new_reqs
+            and not scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        )
 
     def _write_region(self, record: Record) -> None:
         region = record.region

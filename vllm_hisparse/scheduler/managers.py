@@ -77,7 +77,8 @@ class SourceManager(FullAttentionManager):
         that are missing for them, and no connector may write to them.
         """
         self.num_cached_block[request_id] = len(new_computed_blocks)
-        self.coordinator.adopt(request_id, new_computed_blocks)
+        if new_computed_blocks:  # there may be none, of a hit that reaches further in another group
+            self.coordinator.adopt(request_id, new_computed_blocks)
 
     def allocate_external_computed_blocks(
         self,

@@ -5,7 +5,8 @@ Levels of free device blocks, less what is kept for prefixes (`reuse.py`), from 
 - above *high*: nothing is copied; requests whose pages are away get them back, a few a step, if all of them
   fit above high.
 - below *high*: sealed pages are copied to the host (materialised) so that their leases can be returned at
-  once later. With `eager_host_mirror` off this starts at *low* only.
+  once later. With `eager_host_mirror` off this starts at *low* only. At any level it starts when a request
+  waits for blocks, or a running one cannot grow.
 - below *low*: leases of materialised pages go back, just enough to reach low again.
 - above *high* too: regions of requests whose selections miss grow, as long as the level stays above high.
   Below *low* what they have grown goes back first, and what else they have above the floor last.
@@ -221,11 +222,14 @@ class Pressure:
 
     # ---- once a step
 
-    def step(self) -> None:
-        """After a step's allocations: materialise, relieve, restore, each if its level says so."""
+    def step(self, is_waited_for: bool) -> None:
+        """After a step's allocations: materialise, relieve, restore, each if its level says so.
+
+        `is_waited_for`: a request could not be admitted; with copies there is something to reclaim for it.
+        """
         free = self._order.num_spare(self.high + 1)
         self._note_level(free)
-        if free < self._copy_below or self._is_short:
+        if free < self._copy_below or self._is_short or is_waited_for:
             self._materialise()
         if self._always_host:
             self._evict_all()

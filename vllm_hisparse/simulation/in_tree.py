@@ -65,7 +65,7 @@ class InTreePressure(Pressure):
     def relieve(self) -> None:
         self._unpin()
 
-    def step(self) -> None:
+    def step(self, is_waited_for: bool) -> None:
         free = self._pool.get_num_free_blocks()
         self._note_level(free)
         self._materialise()
