@@ -97,6 +97,25 @@ class Floors:
         run()
         return median_us(capture(run).replay, num_replays)
 
+    def chain(self, ours: Any, reads: int) -> Callable[[], None]:
+        """What no resolver can do without, on the tensors of `contenders.Ours`; `reads` as in floors.cu."""
+        memory, topk = ours.memory, ours.topk
+        row_bytes = memory.group_row_bytes
+        rows = torch.empty_like(topk)
+        out = torch.empty(topk.numel() * row_bytes if reads else 16, dtype=torch.uint8, device="cuda")
+        tensors = (
+            topk, ours.request, ours.region, ours.resident, ours.table, ours.slot_of, ours.hot, rows,
+            memory.rows, out,
+        )  # fmt: skip
+        pages, positions = ours.table.shape[1], ours.slot_of.shape[1]
+        block_shift = (positions // pages).bit_length() - 1
+        sizes = (*topk.shape, pages, positions, ours.hot.shape[2], block_shift, row_bytes)
+
+        def run() -> None:
+            self._library.run_chain(reads, *map(_pointer, tensors), *sizes, _stream())
+
+        return run
+
     def read_rows_gbps(self, host: torch.Tensor, lists: list[torch.Tensor], row_bytes: int) -> float:
         """The best rate, over grid sizes, at which threads read rows of pinned `host` and do nothing else.
 

@@ -132,5 +132,10 @@ class InTree:
     def layer_rows(self, layer: int) -> torch.Tensor:
         return self.pools[layer].view(torch.int64).view(-1, self.memory.row_bytes // 8)
 
+    def planned(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Host and pool rows of the last step's copies, int64 [n] each."""
+        mask = torch.arange(TOP_K, device="cuda") < self.swap_counts[:, None]
+        return self.swap_host[mask].long(), self.swap_device[mask].long()
+
     def num_misses(self) -> int:
         return int(self.swap_counts.sum())

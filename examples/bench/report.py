@@ -7,7 +7,7 @@ COLUMNS = (
     ("impl", 20), ("policy", 6), ("batch", 5), ("miss_pct", 8), ("row_bytes", 9), ("layers", 6),
     ("pool_gib", 8),
     ("blocks", 9), ("resolve_us", 10), ("total_us", 9), ("fetch_gbps", 10), ("link_gbps", 9),
-    ("over_floor", 10),
+    ("over_floor", 10), ("floor_us", 8),
     ("exact", 5),
 )  # fmt: skip
 

@@ -4,10 +4,10 @@
     docs/benchmarks/resolver.svg
 
 k = 2048, hot regions of 4096 rows, 100,352 tokens of context, everything on the host, no speculation. The
-peers take
-part where vllm is importable, or with --vllm-library PATH, its compiled ops. Times are medians of graph
-replays with a
-new selection each, in steady state. All bytes that our rows name are checked after every step.
+peers take part where vllm is importable, or with --vllm-library PATH, its compiled ops. Times are medians of
+graph replays with a new selection each, in steady state. After every step all bytes that the rows name are
+checked, the peers' too (`exact`), and those that the peers planned to read (`plan_exact`). The same steps
+take `floor_resolve_us` in a kernel that only looks up, `floor_us` in one that also reads what misses.
 """
 
 import argparse
@@ -50,6 +50,7 @@ class Bench:
     misses: tuple[float, ...]
     peers: bool
     results: list[dict[str, Any]]
+    plan_exact: bool = True  # of the last timed peer
 
     def run(self) -> None:
         for batch in self.batches:
@@ -103,6 +104,7 @@ class Bench:
         """Median of the steps after the warm-up, and whether all bytes of them were right."""
         memory, batch = contender.memory, steps.shape[1]
         exact = torch.ones((), dtype=torch.bool, device="cuda")
+        self.plan_exact = True
         views = [contender.layer_rows(layer) for layer in range(memory.layers)]
 
         def once() -> None:
@@ -118,6 +120,10 @@ class Bench:
                 return
             rows = contender.rows.reshape(-1)
             wanted = rows_of(contender.table, contender.topk).reshape(-1)
+            if isinstance(contender, InTree):
+                planned, into = contender.planned()
+                for layer, view in enumerate(views):
+                    self.plan_exact &= torch.equal(view[into], memory.expected(planned, layer, False))
             exact.logical_and_((rows >= 0).all())
             for layer, view in enumerate(views):
                 for part in range(0, rows.numel(), 65536):
@@ -163,14 +169,36 @@ class Bench:
             "total_us": round(total_us, 2),
             "bytes": moved,
             "fetch_gbps": round(moved / max(total_us - resolve_us, 1e-9) / 1e3, 2) if moved else None,
-            "exact": exact if isinstance(contender, Ours) else None,  # the peers are timed only
+            "exact": exact,
+            "plan_exact": self.plan_exact if isinstance(contender, InTree) else None,
         }
         if moved and self.floors.available and impl == "ours":
             lists = memory.fresh_rows(contender.table, max(contender.num_misses(), 4096), 12)
             link = self.floors.read_rows_gbps(memory.rows, lists, memory.group_row_bytes)
             result["link_gbps"] = round(link, 2)
             result["over_floor"] = round(total_us / (resolve_us + moved / link / 1e3), 3)
+        if self.floors.available and impl == "ours":
+            result["floor_resolve_us"] = self._floor_us(contender, steps, reads=0)
+            if moved:
+                result["floor_us"] = min(self._floor_us(contender, steps, reads) for reads in (1, 2))
         self.results.append(result)
+
+    def _floor_us(self, ours: Ours | InTree, steps: torch.Tensor, reads: int) -> float:
+        """`Floors.chain` on the same steps; after each our regions are kept up, untimed, without reads."""
+        run = self.floors.chain(ours, reads)
+        ours.topk.copy_(steps[0])
+        run()
+        ours.resolve()
+        chain, keep_up = capture(run), capture(ours.resolve)
+        ours.reset()
+
+        def prepare(i: int) -> None:
+            ours.topk.copy_(steps[i])
+
+        def after(_: int) -> None:
+            keep_up.replay()
+
+        return round(median_us(chain.replay, NUM_TIMED, prepare, after, warmup=NUM_WARM), 2)
 
 
 def all_resident_us(floors: Floors, host: torch.Tensor, batch: int) -> dict[str, float]:
