@@ -111,11 +111,12 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 "Bytes over the link, by rank",
-                "Reads of misses, pages to the host, pages back. PCIe Gen5 x16 carries about 50 GB/s "
-                "each way.",
+                "Reads of misses and of prefills, pages to the host, pages back. PCIe Gen5 x16 carries about "
+                "50 GB/s each way.",
                 "Bps",
                 (
                     (rate("host_read_bytes", "rank"), "misses, rank {{rank}}"),
+                    (rate("prefill_read_bytes", "rank"), "prefills, rank {{rank}}"),
                     (rate("spilled_bytes", "rank"), "to the host, rank {{rank}}"),
                     (rate("restored_bytes", "rank"), "back, rank {{rank}}"),
                 ),

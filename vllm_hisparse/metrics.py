@@ -47,7 +47,10 @@ PAGE_EVENTS = (
 REGION_EVENTS = ("granted", "returned", "grown_blocks", "shrunk_blocks")
 LEVELS = ("below_low", "between", "above_high")
 # Rates of the log line, of bytes.
-RATES = ((("host_read_bytes",), "host reads GB/s"), (("spilled_bytes", "restored_bytes"), "page copies GB/s"))
+RATES = (
+    (("host_read_bytes", "prefill_read_bytes"), "host reads GB/s"),
+    (("spilled_bytes", "restored_bytes"), "page copies GB/s"),
+)
 MIN_INTERVAL_S = 0.001  # an interval may consist of one sample
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -83,6 +86,12 @@ METRICS = (
         "overflowed_rows", Counter, "Selected rows that found no slot. Anything above 0 is a fault.", "rank"
     ),
     Metric("host_read_bytes", Counter, "Bytes of missing rows read from the host pool.", "rank"),
+    Metric(
+        "prefill_read_bytes",
+        Counter,
+        "Bytes of pages that prefills over host-backed context read from the host pool.",
+        "rank",
+    ),
     Metric(
         "spilled_bytes",
         Counter,

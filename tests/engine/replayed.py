@@ -138,6 +138,9 @@ def replay(recorder: Recorder, engine: HiSparseEngine, model: TinyModel, item: i
             counted["spilled_bytes"] += len(message.spill) * page_bytes
             counted["restored_bytes"] += len(message.restore) * page_bytes
             continue
+        counted["prefill_read_bytes"] += (
+            _num_staged(tables, event, config) * groups[event.group] * PAGE_TOKENS * row
+        )
         counters, num_read = _resolve(tables, states[event.group], event, config)
         for name in ("hits", "misses", "resident_rows", "unreadable_rows", "overflowed_rows"):
             counted[name] += int(counters[COUNTERS[name]])
@@ -182,3 +185,20 @@ def _resolve(tables: Tables, state: State, selection: Selection, config: Any) ->
         policy=Policy[config.policy.upper()],
     )
     return counters, int(plan_count.sum())
+
+
+def _num_staged(tables: Tables, selection: Selection, config: Any) -> int:
+    """Pages that the prefills of a step read from the host: all that they select and the device lacks.
+
+    The tests' staging area takes all pages of a request at once, so none is read twice.
+    """
+    bounds, found = selection.query_start.tolist(), 0
+    for slot, first, end in zip(tables.row_request.tolist(), bounds, bounds[1:], strict=False):
+        if slot >= 0 and end - first > config.verify_rows:
+            pages = {
+                position // PAGE_TOKENS
+                for position in selection.topk[first:end].unique().tolist()
+                if position >= 0
+            }
+            found += sum(int(tables.resident[0, slot, page]) < 0 for page in pages)
+    return found

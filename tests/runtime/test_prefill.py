@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_hisparse import ops
+from vllm_hisparse.runtime.counters import STAGED, Counters
 from vllm_hisparse.runtime.prefill import PrefillGather
 from vllm_hisparse.runtime.staging import Staging
 
@@ -50,6 +51,7 @@ class Engine:
         self.pages = self.device_pool.as_strided(
             (BLOCKS, PAGE, ROW_BYTES), (BLOCK_ROWS * ROW_BYTES, ROW_BYTES, 1)
         )
+        self.counters = Counters(1, torch.device("cpu"))
         runtime: Any = SimpleNamespace(
             layout=layout,
             config=SimpleNamespace(
@@ -60,6 +62,7 @@ class Engine:
             tables=SimpleNamespace(
                 resident=self.resident[None], host=self.host, row_request=torch.arange(num, dtype=torch.int32)
             ),
+            counters=self.counters,
             batch=list(range(num)),
             step=SimpleNamespace(queries=queries, contexts=contexts),
             num_host_only=lambda slot: sum(not r for r in residency[slot][: -(-contexts[slot] // PAGE)]),
@@ -114,6 +117,7 @@ def test_only_what_is_on_the_host_is_staged() -> None:
     in_place, staged = engine.prefill.pieces(0, engine.pages, topk, 0)
     assert in_place.pages.data_ptr() == engine.pages.data_ptr()
     assert staged.pages.data_ptr() != engine.pages.data_ptr()
+    assert engine.counters.totals()[0, STAGED] == 1, "of the staged pages one was read from the host"
 
 
 def test_a_context_larger_than_the_area_goes_in_as_few_pieces_as_halving_gives() -> None:

@@ -4,13 +4,16 @@ import torch
 
 from vllm_hisparse import ops
 
-__all__ = ["Counters", "MissProbe"]
+__all__ = ["STAGED", "Counters", "MissProbe"]
+
+STAGED = 7  # behind the resolvers' own: pages of one layer that prefills read from the host, in group 0's row
 
 COPY_EVERY = 16
 
 
 class Counters:
-    """int64 [index groups, 8] on the device, written by the resolvers; read a step late from a pinned copy.
+    """int64 [index groups, 8] on the device, written by the resolvers and by the staging of prefills; read a
+    step late from a pinned copy.
 
     `totals` never waits: a copy that has not arrived yet is reported by a later call. On CUDA it starts one
     every `COPY_EVERY` calls, since the next step's kernels wait for it.

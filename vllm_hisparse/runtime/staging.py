@@ -13,6 +13,8 @@ import torch
 from vllm_hisparse import ops
 from vllm_hisparse.planning.sizes import staging_pages
 
+from .counters import STAGED
+
 if TYPE_CHECKING:
     from .runtime import HiSparseRuntime
 
@@ -110,6 +112,7 @@ class Staging:
         are negative from int32 [n] host blocks.
         """
         layout, memory = self._runtime.layout, self._runtime.memory
+        self._runtime.counters.rows[0, STAGED] += ((device_blocks < 0) & (host_blocks >= 0)).sum()
         ops.gather_pages(
             memory.device_pool,
             memory.host_pool,

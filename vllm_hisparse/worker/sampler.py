@@ -4,6 +4,7 @@ import torch
 
 from vllm_hisparse import ops
 from vllm_hisparse.metrics import Sample
+from vllm_hisparse.runtime.counters import STAGED
 from vllm_hisparse.runtime.runtime import HiSparseRuntime
 
 __all__ = ["RankSampler"]
@@ -38,6 +39,7 @@ class RankSampler:
         loaded = rows[:, ops.Counter.MISSES] - rows[:, ops.Counter.OVERFLOW]
         totals = {key: int(rows[:, counter].sum()) for key, counter in _ROWS.items()}
         totals["host_read_bytes"] = 0 if runtime.config.skip_io else int((loaded * self._row_bytes).sum())
+        totals["prefill_read_bytes"] = int(rows[:, STAGED].sum()) * runtime.layout.page_bytes
         totals["spilled_bytes"] = runtime.num_spilled_pages * runtime.layout.host_block_bytes
         totals["restored_bytes"] = runtime.num_restored_pages * runtime.layout.host_block_bytes
         deltas = {key: total - self._seen.get(key, 0) for key, total in totals.items()}
