@@ -107,10 +107,11 @@ class Browser:
             deviceScaleFactor=1,
             mobile=False,
         )
-        before = len(self.events)
-        self.call("Page.navigate", url=url)
-        while not any(event["method"] == "Page.loadEventFired" for event in self.events[before:]):
-            self.events.append(self._message())
+        for address in ("about:blank", url):  # else an address that differs in its fragment loads nothing
+            before = len(self.events)
+            self.call("Page.navigate", url=address)
+            while not any(event["method"] == "Page.loadEventFired" for event in self.events[before:]):
+                self.events.append(self._message())
 
     def evaluate(self, code: str) -> Any:
         """The value of a JavaScript expression, awaited; raises RuntimeError for an exception in it."""

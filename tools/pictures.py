@@ -174,7 +174,11 @@ def memory() -> str:
     )
     drawing.text(966, 506, "it serves the leader and its followers", 13, ORANGE, "end")
     drawing.text(
-        24, 542, f"{MODEL}, fp8 rows, {RANKS} x {GPU.upper()}, {CONTEXT:,} tokens; one rank", 12, SOFT
+        24,
+        542,
+        f"{MODEL}, fp8 rows, {RANKS} x {GPU.upper()}, {CONTEXT:,} tokens; of one GPU, and of its node",
+        12,
+        SOFT,
     )
     return str(drawing)
 

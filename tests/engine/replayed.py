@@ -188,17 +188,14 @@ def _resolve(tables: Tables, state: State, selection: Selection, config: Any) ->
 
 
 def _num_staged(tables: Tables, selection: Selection, config: Any) -> int:
-    """Pages that the prefills of a step read from the host: all that they select and the device lacks.
+    """Pages that the prefills of a step read from the host: all that they select and only the host has.
 
     The tests' staging area takes all pages of a request at once, so none is read twice.
     """
     bounds, found = selection.query_start.tolist(), 0
     for slot, first, end in zip(tables.row_request.tolist(), bounds, bounds[1:], strict=False):
         if slot >= 0 and end - first > config.verify_rows:
-            pages = {
-                position // PAGE_TOKENS
-                for position in selection.topk[first:end].unique().tolist()
-                if position >= 0
-            }
-            found += sum(int(tables.resident[0, slot, page]) < 0 for page in pages)
+            positions = selection.topk[first:end].unique().tolist()
+            for page in {position // PAGE_TOKENS for position in positions if position >= 0}:
+                found += int(tables.resident[0, slot, page]) < 0 <= int(tables.host[slot, page])
     return found
