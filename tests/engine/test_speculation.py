@@ -1,6 +1,7 @@
 """Speculative decoding under pressure: right and wrong drafts change neither tokens nor log probabilities."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tests.engine.workload import ENGINE_ARGS, WORDS, ModelPath, Reference, differences, prompts
 from vllm_hisparse.testing.engine import Completion, counters
 from vllm_hisparse.testing.harness import HiSparseEngine, LateCopies, hisparse, hisparse_engine
-from vllm_hisparse.testing.models import SHARED
+from vllm_hisparse.testing.models import SHARED, TinyModel
 
 pytestmark = pytest.mark.engine
 
@@ -20,6 +21,11 @@ NGRAM = {
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 2,
 }
+MTP = {
+    "method": "mtp",
+    "num_speculative_tokens": NUM_DRAFTS,
+}  # the model's own draft layer, KV and indexer included
+WITH_MTP_LAYER = replace(SHARED, num_mtp_layers=1)  # otherwise the same weights
 
 
 class KnowingDrafts:
@@ -29,16 +35,17 @@ class KnowingDrafts:
     """
 
     def __init__(self, engine: HiSparseEngine, completions: Sequence[Completion]) -> None:
-        self._speculator = engine.core.model_executor.driver_worker.worker.model_runner.speculator
-        self._propose = self._speculator.propose
+        runner = engine.core.model_executor.driver_worker.worker.model_runner
+        self._states = runner.req_states
+        self._propose = runner.speculator.propose
         self._sequences = [
             [*words, *completion.token_ids] for words, completion in zip(WORDS, completions, strict=True)
         ]
-        self._speculator.propose = self
+        runner.speculator.propose = self
 
     def __call__(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         drafts: torch.Tensor = self._propose(input_batch, *args, **kwargs)
-        states = self._speculator.req_states
+        states = self._states
         for row, index in enumerate(input_batch.idx_mapping[: len(drafts)].tolist()):
             length = int(states.total_len.gpu[index])
             known = states.all_token_ids.gpu[index, :length].tolist()
@@ -50,14 +57,19 @@ class KnowingDrafts:
         return drafts
 
 
-def test_same_bits_with_drafts(model_path: ModelPath, reference: Reference) -> None:
+@pytest.mark.parametrize(
+    ("model", "speculation"), [(SHARED, NGRAM), (WITH_MTP_LAYER, MTP)], ids=["ngram", "mtp"]
+)
+def test_same_bits_with_drafts(
+    model_path: ModelPath, reference: Reference, model: TinyModel, speculation: dict[str, Any]
+) -> None:
     expected = reference(SHARED, "float32")
     with hisparse_engine(
-        model_path(SHARED),
+        model_path(model),
         dtype="float32",
         num_gpu_blocks_override=48,
         kv_transfer_config=hisparse(),
-        speculative_config=NGRAM,
+        speculative_config=speculation,
         async_scheduling=False,
         **ENGINE_ARGS,
     ) as engine:

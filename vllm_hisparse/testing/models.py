@@ -81,6 +81,7 @@ class TinyModel:
     max_position_embeddings: int = 4096
     dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
+    num_mtp_layers: int = 0  # 1: a draft layer of its own after the last
     widths: Widths = TINY
 
     def __post_init__(self) -> None:
@@ -158,6 +159,8 @@ def config(model: TinyModel) -> dict[str, Any]:
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
+    if model.num_mtp_layers:
+        result["num_nextn_predict_layers"] = model.num_mtp_layers
     if model.architecture == "glm_moe_dsa":
         result["indexer_rope_interleave"] = True
         result["indexer_types"] = [{"F": "full", "S": "shared"}[letter] for letter in model.index_pattern]
@@ -188,8 +191,11 @@ def _spread(name: str, shape: tuple[int, ...]) -> float:
 def _shapes(model: TinyModel) -> Iterator[tuple[str, tuple[int, ...]]]:
     widths = model.widths
     yield "model.embed_tokens.weight", (model.vocab_size, widths.hidden)
-    for layer, letter in enumerate(model.index_pattern):
+    first_mtp_layer = len(model.index_pattern)
+    for layer, letter in enumerate(model.index_pattern + "F" * model.num_mtp_layers):
         prefix = f"model.layers.{layer}."
+        if layer >= first_mtp_layer:
+            yield from ((prefix + name, shape) for name, shape in _mtp_shapes(model))
         yield prefix + "input_layernorm.weight", (widths.hidden,)
         yield prefix + "post_attention_layernorm.weight", (widths.hidden,)
         yield from (
@@ -201,6 +207,17 @@ def _shapes(model: TinyModel) -> Iterator[tuple[str, tuple[int, ...]]]:
         )
     yield "model.norm.weight", (widths.hidden,)
     yield "lm_head.weight", (model.vocab_size, widths.hidden)
+
+
+def _mtp_shapes(model: TinyModel) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What a draft layer has beyond a layer's: it joins a token's embedding and the model's hidden state."""
+    hidden = model.widths.hidden
+    yield "enorm.weight", (hidden,)
+    yield "hnorm.weight", (hidden,)
+    yield "eh_proj.weight", (hidden, 2 * hidden)
+    yield "embed_tokens.weight", (model.vocab_size, hidden)
+    yield "shared_head.norm.weight", (hidden,)
+    yield "shared_head.head.weight", (model.vocab_size, hidden)
 
 
 def _attention_shapes(widths: Widths, has_indexer: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
