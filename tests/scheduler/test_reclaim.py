@@ -109,8 +109,8 @@ def test_nobody_is_asked_again_until_something_has_changed(
     assert reclaim(rig, 100) == 10
     assert num_away(rig, "a", "b") == [12, 0]
     asked = []
-    victims = pressure._victims
-    monkeypatch.setattr(pressure, "_victims", lambda: asked.append(1) or victims())
+    victims = pressure.victims.in_order
+    monkeypatch.setattr(pressure.victims, "in_order", lambda: asked.append(1) or victims())
     assert reclaim(rig, 100) == 0
     assert pressure.num_reclaimable(100, NO_HIT) == 0
     assert asked == []
@@ -118,6 +118,65 @@ def test_nobody_is_asked_again_until_something_has_changed(
     assert pressure.num_reclaimable(100, NO_HIT) == 7
     assert reclaim(rig, 100) == 7
     assert num_away(rig, "b") == [9]
+
+
+def sharing(make_rig: Any, num_parts: int = 1) -> SchedulerRig:
+    """Pages 0 to 3 are shared by a, b and c, pages 4 to 9 by a and b; then each has pages of its own."""
+    rig = make_rig(
+        num_device_blocks=501, num_parts=num_parts, low=0.0, high=0.99, max_requests=4, max_step_tokens=400
+    )
+    for name, num_shared, num_own in (("a", 40, 8), ("b", 40, 12), ("c", 16, 16)):
+        first = 1000 * ord(name)
+        rig.add(name, [*range(num_shared), *range(first, first + num_own)], max_tokens=40)
+        for _ in range(4):
+            rig.step()
+    rig.step()
+    leases = rig.coordinator.resident[0].req_to_blocks
+    assert [b.ref_cnt for b in leases["a"][:12]] == [3] * 4 + [2] * 6 + [1] * 2
+    clean = [record(rig, name).pages.count(PageState.CLEAN) for name in "abc"]
+    assert clean == [14, 14, 8]
+    return rig  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize(("num_ids", "freed"), [(0, 0), (1, 2), (2, 10), (3, 16)])
+def test_shared_pages_go_if_all_sharers_can_read_them_from_the_host(
+    make_rig: Any, num_parts: int, num_ids: int, freed: int
+) -> None:
+    """Each gives 4 pages of its own for a region of 2; then a and b give 6, and the three of them 4."""
+    rig = sharing(make_rig, num_parts)
+    coordinator = rig.coordinator
+    del coordinator.regions._free_ids[num_ids:]
+    assert coordinator.pressure.num_reclaimable(1000, NO_HIT) == freed * num_parts
+    assert reclaim(rig, 1000) == freed * num_parts
+
+
+def test_what_more_requests_share_goes_later(make_rig: Any) -> None:
+    rig = sharing(make_rig)
+    for name in "abc":
+        rig.coordinator.grant_region(record(rig, name))
+    assert reclaim(rig, 12) == 12
+    assert num_away(rig, "a", "b", "c") == [4, 4, 4]  # what is their own
+    assert reclaim(rig, 2) == 2
+    for name in "ab":
+        assert record(rig, name).pages.pages_in(*AWAY) == [8, 9, 10, 11, 12, 13]
+    assert reclaim(rig, 100) == 8
+    assert num_away(rig, "a", "b", "c") == [14, 14, 8]
+    rig.check()
+    rig.run()
+
+
+def test_a_page_that_one_sharer_could_not_read_stays(make_rig: Any) -> None:
+    """c does not know yet that the host has its first pages."""
+    rig = sharing(make_rig)
+    for name in "abc":
+        rig.coordinator.grant_region(record(rig, name))
+    pages = record(rig, "c").pages
+    pages._states[:4] = bytes([PageState.DIRTY] * 4)
+    pages._counts[PageState.CLEAN] -= 4
+    assert rig.coordinator.pressure.num_reclaimable(1000, NO_HIT) == 18
+    assert reclaim(rig, 1000) == 18
+    assert record(rig, "a").pages.pages_in(PageState.CLEAN) == [0, 1, 2, 3]
 
 
 def newcomer(rig: SchedulerRig, prompt: list[int], num_hit: int) -> Record:

@@ -14,17 +14,19 @@ Levels of free device blocks, less what is kept for prefixes (`reuse.py`), from 
 
 A request gives up pages only together with a hot region to read them through, and only if that frees more
 than the region takes. Requests that already have a region go first, then those with most to give; within a
-request the tail goes first.
+request the tail goes first. Pages that several requests share go last (`victims.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from .admission import Hit
 from .elastic import RegionSizes
 from .records import Record
-from .residency import UNPINNABLE, PageState
+from .residency import PageState
 from .transfers import Transfer
+from .victims import Sharers, Victims
 
 if TYPE_CHECKING:
     from .coordinator import HiSparseCoordinator
@@ -54,8 +56,10 @@ class Pressure:
         )
         self._unsealed: dict[Record, None] = {}  # may have pages to materialise
         self._fresh: set[Record] = set()  # started on a prefix hit in this step
-        self._clean: dict[Record, None] = {}  # may have pages whose lease can go back
-        self._is_exhausted = False  # nothing can be reclaimed until `_clean` or who holds what has changed
+        self.victims = Victims(coordinator)
+        self._is_exhausted = (
+            False  # nothing can be reclaimed until `victims.clean` or who holds what has changed
+        )
         self._restorable_at = 0  # fewer free blocks than this restore nobody; 0: to be found out
         self._is_short = False  # a running request could not be given blocks in this step
         self.num_crossings = {"below_low": 0, "between": 0, "above_high": 0}  # since start, by level entered
@@ -75,7 +79,7 @@ class Pressure:
 
     def note_clean(self, record: Record) -> None:
         """The request may have pages whose host copy exists or is on its stream."""
-        self._clean[record] = None
+        self.victims.clean[record] = None
         self._is_exhausted = False
 
     def note_completion(self) -> None:
@@ -114,7 +118,7 @@ class Pressure:
         self._unsealed.pop(record, None)
         self._fresh.discard(record)
         self.regions.held.pop(record, None)
-        self._clean.pop(record, None)
+        self.victims.clean.pop(record, None)
         self._order.is_stale = True
         self.note_completion()
 
@@ -128,16 +132,19 @@ class Pressure:
         regions = self._coordinator.regions
         total = 0
         free_ids = regions.num_free_ids - (hit.num_host_only > 0)
-        for record in () if self._is_exhausted else self._victims():
+        granted: set[Record] = set()
+        for members in () if self._is_exhausted else self.victims.in_order():
             if total >= missing:
                 return total
-            cost = self._region_cost(record)
-            if cost and free_ids <= 0:
+            needy = self.victims.without_region(members, granted)
+            if len(needy) > free_ids:
                 continue
-            gain = len(self._unpinnable(record, missing - total + cost, hit.block_ids)) * self._parts - cost
-            if gain > 0:
-                total += gain
-                free_ids -= cost > 0
+            cost = self.victims.region_cost(members, granted)
+            pages = self.victims.pages(members, missing - total + cost, hit.block_ids)
+            if len(pages) * self._parts > cost:
+                total += len(pages) * self._parts - cost
+                free_ids -= len(needy)
+                granted.update(needy)
         cost = 0 if hit.num_host_only else regions.num_blocks
         own = hit.num_clean * self._parts - cost
         return total + (own if own > 0 and (not cost or free_ids > 0) else 0)
@@ -151,21 +158,26 @@ class Pressure:
         if self._is_exhausted or self._pool.get_num_free_blocks() >= num_free:
             return
         kept_ids = newcomer is not None and newcomer.region is None and newcomer.needs_region
-        victims = [r for r in self._victims() if r is not newcomer]
-        for record in victims if newcomer is None else [*victims, newcomer]:
+        others = (members for members in self.victims.in_order() if newcomer not in members)
+        for members in chain(others, [] if newcomer is None else [(newcomer,)]):
             missing = num_free - self._pool.get_num_free_blocks()
             if missing <= 0:
                 return
-            cost = self._region_cost(record)
-            pages = self._unpinnable(record, missing + cost, frozenset())
-            no_id = cost > 0 and self._coordinator.regions.num_free_ids <= kept_ids
-            if len(pages) * self._parts <= cost or no_id:
-                continue
-            for page in reversed(pages):  # what is released last is reused first
-                self._coordinator.leases.unpin(record, page)
-            if cost:
-                self._coordinator.grant_region(record)
+            self._give_up(members, missing, self._coordinator.regions.num_free_ids - kept_ids)
         self._is_exhausted = newcomer is None and self._pool.get_num_free_blocks() < num_free
+
+    def _give_up(self, members: Sharers, missing: int, free_ids: int) -> None:
+        """Unpin pages that all members lease and grant the regions they need, if that gains anything."""
+        needy = self.victims.without_region(members)
+        cost = self.victims.region_cost(members)
+        pages = self.victims.pages(members, missing + cost)
+        if len(pages) * self._parts <= cost or (needy and len(needy) > free_ids):
+            return
+        for page in reversed(pages):  # what is released last is reused first
+            for record in members:
+                self._coordinator.leases.unpin(record, page)
+        for record in needy:
+            self._coordinator.grant_region(record)
 
     def relieve(self) -> None:
         """Return leases until the low watermark is reached again."""
@@ -176,19 +188,6 @@ class Pressure:
         if num_spare < self.low:
             self.reclaim(self._pool.get_num_free_blocks() + self.low - num_spare)
 
-    def _victims(self) -> Iterator[Record]:
-        candidates = [(r.region is None, -r.pages.num_unpinnable, n, r) for n, r in enumerate(self._clean)]
-        for _, negative, _, record in sorted(candidates):
-            if negative:
-                yield record
-            else:
-                self._clean.pop(record, None)
-
-    def _region_cost(self, record: Record) -> int:
-        """Blocks that a region for the record takes; none if it has one or is about to get one anyway."""
-        has_one = record.region is not None or record.needs_region
-        return 0 if has_one else self._coordinator.regions.num_blocks
-
     def _gains_by_copying(self, record: Record) -> bool:
         """Whether copies, planned or possible, would let the record give up more than its region takes."""
         coordinator = self._coordinator
@@ -196,29 +195,10 @@ class Pressure:
         if coordinator.host_pool.get_num_free_blocks() > 0 or len(coordinator.ledger) > 0:
             written = record.num_written(coordinator.num_reprefillable)
             num_pages += sum(record.pages[p] is PageState.DIRTY for p in range(record.next_spill, written))
-        cost = self._region_cost(record)
+        cost = self.victims.region_cost((record,))
         if not num_pages or (cost and not coordinator.regions.num_free_ids):
             return False
         return (num_pages + record.pages.num_unpinnable) * self._parts > cost
-
-    def _unpinnable(self, record: Record, num_blocks: int, excluded: frozenset[int]) -> list[int]:
-        """Pages, coldest first, that free `num_blocks` blocks or as many as there are.
-
-        Blocks that others lease free nothing. Pages of which nothing is known go from the tail.
-        """
-        wanted = -(-num_blocks // self._parts)
-        found: list[int] = []
-        pages = record.pages.pages_in(*UNPINNABLE)
-        if record.hot_pages:
-            heat = {page: rank for rank, page in enumerate(reversed(record.hot_pages), 1)}
-            pages.sort(key=lambda page: (-heat.get(page, 0), page))
-        for page in reversed(pages):
-            blocks = self._coordinator.leases.device_blocks(record, page)
-            if all(b.ref_cnt == 1 and b.block_id not in excluded for b in blocks):
-                found.append(page)
-                if len(found) >= wanted:
-                    break
-        return found
 
     # ---- once a step
 
@@ -253,7 +233,7 @@ class Pressure:
     def _evict_all(self) -> None:
         """The option `always_host`: decoding requests keep nothing on the device that the host has."""
         coordinator = self._coordinator
-        for record in list(self._clean):
+        for record in list(self.victims.clean):
             request = record.request
             if request.num_computed_tokens < request.num_prompt_tokens:
                 continue

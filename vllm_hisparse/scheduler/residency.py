@@ -225,6 +225,11 @@ class PageTable:
         found.sort()
         return found
 
+    def first_in(self, *states: PageState) -> int:
+        """The first page in any of `states`, -1 without one. A scan of the states as bytes."""
+        found = [page for state in states if (page := self._states.find(state)) >= 0]
+        return min(found, default=-1)
+
     @property
     def residency(self) -> Residency:
         """Full, Mixed or None (an empty request is Full)."""
