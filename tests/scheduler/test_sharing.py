@@ -98,6 +98,32 @@ def test_what_has_come_back_is_a_hit(make_rig: Any, num_parts: int) -> None:
     rig.run()
 
 
+def test_a_page_on_its_way_back_is_no_hit(make_rig: Any) -> None:
+    """vLLM may come to publish a page only now that it has been away and is arriving."""
+    rig = make_rig(num_device_blocks=121, low=0.0, high=0.9)
+    backed(rig, "a")
+    coordinator = rig.coordinator
+    (manager,) = coordinator.resident
+    record = coordinator.records["a"]
+    coordinator.pressure.high = 1
+    rig.submit(0)
+    assert record.pages.pages_in(PageState.RESTORING)[:10] == list(range(10))
+    blocks = manager.req_to_blocks["a"]
+    passed, manager.num_cached_block["a"] = manager.num_cached_block["a"], 4
+    manager.cache_blocks(record.request, 32, replay_boundaries=())  # comes to pages 4 to 7
+    assert [block.block_hash for block in blocks[:10]] == [None] * 10
+    rig.collect()
+    rig.submit()
+    rig.collect()
+    assert record.pages.pages_in(PageState.RESTORING) == []
+    assert all(block.block_hash is not None for block in blocks[:8])
+    assert blocks[8].block_hash is None  # vLLM has not come to it yet
+    manager.cache_blocks(record.request, 40, replay_boundaries=())
+    assert blocks[8].block_hash is not None
+    manager.num_cached_block["a"] = passed
+    rig.run()
+
+
 def test_one_brings_back_what_two_share(make_rig: Any) -> None:
     rig = make_rig(num_device_blocks=121, low=0.0, high=0.95)
     backed(rig, "a", "b")

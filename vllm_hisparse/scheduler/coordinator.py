@@ -140,6 +140,13 @@ class HiSparseCoordinator:
             record.pages.append(PageState.DIRTY)
         self._note_growth(record)
 
+    def arrived(self, request_id: str, first: int, end: int) -> list[bool] | None:
+        """Which of the request's pages [first, end) a lookup may find on the device; None if all of them."""
+        record = self.records.get(request_id)
+        if record is None or not record.pages.count(PageState.RESTORING):
+            return None
+        return [record.pages[page] is not PageState.RESTORING for page in range(first, end)]
+
     def drop(self, request_id: str) -> set[int]:
         """The request gives up its blocks (finish, abort, preemption).
 

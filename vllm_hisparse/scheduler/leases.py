@@ -169,8 +169,10 @@ class PageLeases:
         False, and nothing has changed, if there are none.
         """
         host = self._source.host_block(record.request_id, page)
-        found = host.block_hash and self._host_pool.device_blocks(get_block_hash(host.block_hash))
-        if not found:
+        if host.block_hash is None or not self._resident[0].has_passed(record.request_id, page):
+            return False  # vLLM would publish the blocks a second time, under this request
+        found = self._host_pool.device_blocks(get_block_hash(host.block_hash))
+        if found is None:
             return False
         self._pool.touch(found)
         self._place(record, page, found)

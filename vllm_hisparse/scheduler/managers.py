@@ -224,28 +224,41 @@ class ResidentManager(SingleTypeKVCacheManager):
         *,
         replay_boundaries: Sequence[int],
     ) -> None:
-        """Publish full device pages under this group's id, for `HostPool`'s lookup over both tiers."""
+        """Publish full device pages under this group's id, for `HostPool`'s lookup over both tiers.
+
+        Pages that are still arriving are left to `publish`.
+        """
         request_id = request.request_id
         cached = self.num_cached_block.get(request_id, 0)
         if num_tokens < (cached + 1) * self.block_size:
             return
-        full = min(num_tokens, self._num_hashed(request)) // self.block_size
+        hashed = len(request.block_hashes) * self.block_pool.hash_block_size
+        full = min(num_tokens, hashed) // self.block_size
         if cached < full:
             blocks = self.req_to_blocks[request_id]
             self.block_pool.cache_full_blocks(
-                request, blocks, cached, full, self.block_size, self.kv_cache_group_id
+                request,
+                blocks,
+                cached,
+                full,
+                self.block_size,
+                self.kv_cache_group_id,
+                self.coordinator.arrived(request_id, cached, full),
             )
             self.num_cached_block[request_id] = full
 
+    def has_passed(self, request_id: str, page: int) -> bool:
+        """Whether `cache_blocks` has seen the page as a full one; then it does not look at it again."""
+        return page < self.num_cached_block.get(request_id, 0)
+
     def publish(self, request: Request, page: int, block: KVCacheBlock) -> None:
-        """Make a page that has come back findable again, as `cache_blocks` did when it was written."""
-        if self.enable_caching and (page + 1) * self.block_size <= self._num_hashed(request):
+        """Make a page that has come back findable again, as `cache_blocks` did when it was written, or will
+        do.
+        """
+        if self.enable_caching and self.has_passed(request.request_id, page):
             self.block_pool.cache_full_blocks(
                 request, OneBlock(block), page, page + 1, self.block_size, self.kv_cache_group_id
             )
-
-    def _num_hashed(self, request: Request) -> int:
-        return len(request.block_hashes) * self.block_pool.hash_block_size
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Blocks whose lease the request still holds itself; the coordinator took the others out of the row
