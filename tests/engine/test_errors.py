@@ -10,8 +10,9 @@ import pytest
 from tests.engine.workload import ENGINE_ARGS, ModelPath
 from vllm_hisparse.runtime.memory import Memory
 from vllm_hisparse.testing.engine import engine
-from vllm_hisparse.testing.harness import hisparse
+from vllm_hisparse.testing.harness import hisparse, multi
 from vllm_hisparse.testing.models import SEPARATE
+from vllm_hisparse.testing.offloading import offloading
 
 pytestmark = pytest.mark.engine
 
@@ -22,6 +23,19 @@ MISTAKES = [
     pytest.param({"kv_transfer_config": hisparse(host_pool_gib=None)}, "no host_pool_gib", id="no-host-pool"),
     pytest.param(
         {"kv_transfer_config": hisparse(host_pool_gib=0.0001)}, "lower max_model_len", id="host-pool-small"
+    ),
+    pytest.param(
+        {"kv_transfer_config": multi(offloading(), hisparse())}, "before HiSparseConnector", id="not-first"
+    ),
+    pytest.param(
+        {"kv_transfer_config": multi(hisparse(), offloading()), "enable_prefix_caching": False},
+        "OffloadingConnector with --no-enable-prefix-caching",
+        id="keys-without-prefixes",
+    ),
+    pytest.param(
+        {"kv_transfer_config": multi(multi(hisparse()))},
+        "without attention_config.hisparse_config",
+        id="nested",
     ),
     pytest.param({"pipeline_parallel_size": 2}, "got pipeline_parallel_size=2; need 1", id="pp"),
     pytest.param(

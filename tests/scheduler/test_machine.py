@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from vllm.v1.request import RequestStatus
 
 from vllm_hisparse.testing.engine_config import EngineOptions, make_vllm_config, minimum_device_blocks
 from vllm_hisparse.testing.model_runner import VOCABULARY
@@ -47,6 +48,8 @@ ENGINES: dict[str, list[Any]] = {
     "max_requests": [2, 6],
     "max_step_tokens": [12, 40],
     "max_model_len": [48, 96],
+    "num_offload_chunks": [0, 0, 4, 100],
+    "offload_prompt_only": [True, False],
 }
 SPARE_DEVICE, SPARE_HOST = [0, 2, 12, 60], [0, 3, 60]
 TIMINGS = ["early", "late", "split"]
@@ -61,6 +64,8 @@ EVENTS = (
     "restored",
     "deduplicated",
     "host_hits",
+    "keys_loaded",
+    "keys_refused",
 )
 COUNTS = [0, 0, 1, 2, ALL]
 
@@ -83,6 +88,8 @@ class Machine(RuleBasedStateMachine):
         """Pools from the smallest that planning accepts."""
         self.directory = tempfile.TemporaryDirectory()
         path = Path(self.directory.name)
+        if not engine["prefix_caching"]:
+            engine = engine | {"num_offload_chunks": 0}  # refused: test_errors.py
         asked = EngineOptions(**engine)
         num_device = minimum_device_blocks(make_vllm_config(asked, path), asked) + spare_device
         num_host = -(-asked.max_model_len // asked.page_tokens) + 2 + spare_host
@@ -173,7 +180,8 @@ class Machine(RuleBasedStateMachine):
     @rule(running=st.booleans())
     def reset(self, running: bool) -> None:
         scheduler = self.rig.scheduler
-        if not (running and scheduler.defer_block_free):  # vLLM refuses: test_lifecycle.py
+        loading = any(r.status is RequestStatus.WAITING_FOR_REMOTE_KVS for r in scheduler.requests.values())
+        if not (running and (scheduler.defer_block_free or loading)):  # vLLM refuses: test_lifecycle.py
             self.rig.reset(running)
 
     def teardown(self) -> None:
@@ -184,6 +192,9 @@ class Machine(RuleBasedStateMachine):
             self.seen["refused"] += self.rig.num_refused
             self.seen["silent"] += self.rig.num_lost_reports
             self.seen.update(vars(self.rig.coordinator.leases.counters))
+            for side in self.rig.offloading:
+                self.seen["keys_loaded"] += side.num_loads
+                self.seen["keys_refused"] += side.num_refused
             self.directory.cleanup()
 
 

@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from vllm_hisparse.config import user_error
 from vllm_hisparse.runtime.binding import current_runtime
 
 __all__ = ["OffloadingConnector"]
@@ -30,6 +31,20 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._has_hisparse = vllm_config.attention_config.hisparse_config is not None
         self._handed_out: _HandedOut | None = None
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """vLLM's. Asked before KV memory is allocated, and so the place to refuse a configuration."""
+        if (
+            vllm_config.attention_config.hisparse_config is not None
+            and not vllm_config.cache_config.enable_prefix_caching
+        ):
+            raise user_error(
+                got="OffloadingConnector with --no-enable-prefix-caching",
+                need="prefix caching",
+                because="keys are of use only with the pages of their prefix, which are found by it",
+            )
+        return super().get_required_kvcache_layout(vllm_config)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Scheduler role: watch the device pool."""

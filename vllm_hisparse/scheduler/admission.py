@@ -29,6 +29,11 @@ class Hit:
     num_host_only: int = 0  # pages
     num_pages: int = 0
 
+    @property
+    def has_backed(self) -> bool:
+        """Whether the host has a page that the device does not have or can give up."""
+        return self.num_clean > 0 or self.num_host_only > 0
+
 
 NO_HIT = Hit()
 
@@ -45,12 +50,12 @@ class Admission:
         self._spare = room - self._claim
         self._fits_whole = room >= layout.max_pages
 
-    def cap(self, num_pages: int, hit: Hit, num_free_host: int) -> int:
-        """Pages beyond `hit` that a request must find room for: not all, if the host can take the rest.
+    def cap(self, num_pages: int, has_backed: bool, num_free_host: int) -> int:
+        """Pages beyond its hit that a request must find room for: not all, if the host can take the rest.
 
-        A hit with pages on the host has the region counted with it.
+        A hit that `has_backed` pages has the region counted with it.
         """
-        cap = self._claim - (self._start if hit.num_clean or hit.num_host_only else 0)
+        cap = self._claim - (self._start if has_backed else 0)
         return num_pages if num_pages <= cap or num_pages - cap > num_free_host else cap
 
     def inspect(self, blocks: Sequence[KVCacheBlock]) -> Hit:

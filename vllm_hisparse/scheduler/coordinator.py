@@ -93,9 +93,14 @@ class HiSparseCoordinator:
         """Pages of the prefix hit of the query in progress, with those whose keys are external."""
         return self._hit.num_pages
 
-    def cap_admission(self, num_pages: int) -> int:
-        """Pages that a request must find room for to be admitted: not all, if the host can take the rest."""
-        return self.admission.cap(num_pages, self._hit, self.host_pool.get_num_free_blocks())
+    def cap_admission(self, request_id: str, num_pages: int) -> int:
+        """Pages that a request must find room for to be admitted: not all, if the host can take the rest.
+
+        One that waits for another connector's load holds its hit already.
+        """
+        record = self.records.get(request_id)
+        has_backed = self._hit.has_backed if record is None else record.has_backed
+        return self.admission.cap(num_pages, has_backed, self.host_pool.get_num_free_blocks())
 
     def num_reclaimable(self, request_id: str, num_tokens: int) -> int:
         """Device blocks that could be freed at once, as far as the request needs them. A pure query."""

@@ -182,7 +182,7 @@ class ResidentManager(SingleTypeKVCacheManager):
             have = self.coordinator.num_hit_pages
         need = max(cdiv(num_tokens, self.block_size) - have, 0)
         if apply_admission_cap:
-            need = self.coordinator.cap_admission(need)
+            need = self.coordinator.cap_admission(request_id, need)
         num_parts = self.coordinator.layout.num_parts
         return need * num_parts - self.coordinator.num_reclaimable(request_id, num_tokens)
 

@@ -37,6 +37,11 @@ class Record:
         """Whether some page may have to be read from the host now or as soon as a block is reused."""
         return self.pages.num_host_only > 0 or self.pages.count(*RECLAIMED) > 0
 
+    @property
+    def has_backed(self) -> bool:
+        """Whether it has a region, or a page that the device can give up for one."""
+        return self.region is not None or self.pages.num_unpinnable > 0
+
     def num_sealed(self, num_reprefillable: int) -> int:
         """Pages that no step writes again: full, and written by steps whose output has been processed.
 

@@ -12,8 +12,7 @@ from unittest.mock import patch
 from vllm_hisparse.planning.geometry import Geometry
 from vllm_hisparse.scheduler.coordinator import HiSparseCoordinator
 from vllm_hisparse.simulation.model import GLM_5_2, PAGE_TOKENS, ServedModel
-from vllm_hisparse.testing.engine_config import EngineOptions, make_vllm_config
-from vllm_hisparse.testing.scheduler import build_scheduler
+from vllm_hisparse.testing.engine_config import EngineOptions, build_scheduler, make_vllm_config
 
 __all__ = ["EngineSize", "SchedulerSide"]
 

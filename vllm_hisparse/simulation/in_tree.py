@@ -109,7 +109,7 @@ class InTreeCoordinator(HiSparseCoordinator):
             return num
         return num + (self.regions.num_blocks if self.regions.num_free_ids else self.pool.num_gpu_blocks)
 
-    def cap_admission(self, num_pages: int) -> int:
+    def cap_admission(self, request_id: str, num_pages: int) -> int:
         if num_pages > self.host_pool.get_num_free_blocks():
             return self.pool.num_gpu_blocks
         return min(num_pages, self._window_pages)

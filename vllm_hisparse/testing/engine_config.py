@@ -16,15 +16,19 @@ import torch
 
 from vllm_hisparse.compat.install import check_version, install
 from vllm_hisparse.compat.ledger import LEDGER
+from vllm_hisparse.config import CONNECTOR, GIB, MIB
 from vllm_hisparse.planning.bounds import request_blocks
 from vllm_hisparse.planning.geometry import Shape, make_geometry
 from vllm_hisparse.planning.layout import LayerPlan
 from vllm_hisparse.planning.specs import ResidentSpec, resident_name
 
+from .harness import multi
 from .models import TinyModel, config
+from .offloading import offloading
 
 __all__ = [
     "EngineOptions",
+    "build_scheduler",
     "make_kv_cache_config",
     "make_plan",
     "make_vllm_config",
@@ -34,7 +38,6 @@ __all__ = [
 
 ROW_BYTES = 64
 KEY_BYTES = 16
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class EngineOptions:
     num_drafts: int = 0
     drafts_by: str = "ngram"  # or "mtp", whose drafts need slots ahead
     policy: str = "fcfs"  # or "priority"
+    num_offload_chunks: int = 0  # indexer blocks that an OffloadingConnector keeps; 0: there is none
+    offload_prompt_only: bool = True
     kv_events: str | None = None  # directory in which events are published and replayed, as ZMQ sockets
 
     @property
@@ -135,10 +140,15 @@ def make_vllm_config(options: EngineOptions, directory: Path) -> Any:
             endpoint=f"ipc://{options.kv_events}/events",
             replay_endpoint=f"ipc://{options.kv_events}/replay",
         )
-    engine.kv_transfer_config = KVTransferConfig(
-        kv_connector="HiSparseConnector",
-        kv_role=options.kv_role,
-        kv_connector_extra_config={
+    engine.kv_transfer_config = KVTransferConfig(**_connectors(options))
+    return engine
+
+
+def _connectors(options: EngineOptions) -> dict[str, Any]:
+    hisparse = {
+        "kv_connector": CONNECTOR,
+        "kv_role": options.kv_role,
+        "kv_connector_extra_config": {
             "host_pool_gib": (options.num_host_blocks + 0.5) * _host_block_bytes(options) / GIB,
             "low_watermark": options.low,
             "high_watermark": options.high,
@@ -146,8 +156,14 @@ def make_vllm_config(options: EngineOptions, directory: Path) -> Any:
             "max_hot_rows": options.max_hot_rows,
             "always_host": options.always_host,
         },
+    }
+    if not options.num_offload_chunks:
+        return hisparse
+    chunk_bytes = make_plan(options).indexer_share_bytes * options.num_parts * options.num_ranks
+    store = offloading(
+        options.num_offload_chunks * chunk_bytes / MIB, offload_prompt_only=options.offload_prompt_only
     )
-    return engine
+    return multi(hisparse, store) | {"kv_role": options.kv_role}
 
 
 def make_plan(options: EngineOptions) -> LayerPlan:
@@ -191,6 +207,28 @@ def make_kv_cache_config(engine: Any, options: EngineOptions) -> Any:
     assert result.num_blocks == options.num_device_blocks, result.num_blocks
     assert result.hisparse_host_num_blocks == options.num_host_blocks, result.hisparse_host_num_blocks
     return result
+
+
+def build_scheduler(config: Any, kv_cache_config: Any) -> tuple[Any, Any]:
+    """(scheduler, block hasher), made as the engine core makes them."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import (
+        get_request_block_hasher,
+        init_none_hash,
+        resolve_kv_cache_block_sizes,
+    )
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    init_none_hash(sha256)
+    block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
+    scheduler = config.scheduler_config.get_scheduler_cls()(
+        vllm_config=config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=block_size,
+        hash_block_size=hash_block_size,
+    )
+    return scheduler, get_request_block_hasher(hash_block_size, sha256)
 
 
 def planning_module() -> Any:

@@ -166,7 +166,7 @@ class Rank:
 
     def _read(self, is_spill: bool, copy: Copy) -> tuple[Content, ...]:
         if not is_spill:
-            return self.host[copy.host_block]
+            return self.host.get(copy.host_block, (Content("nothing"),) * self.num_parts)
         return tuple(self.device.get(block, Content("nothing")) for block in copy.device_blocks)
 
     def _write(self, is_spill: bool, copy: Copy, source: tuple[Content, ...] | None) -> None:

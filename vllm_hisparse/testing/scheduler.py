@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from vllm_hisparse.scheduler.coordinator import HiSparseCoordinator
 from vllm_hisparse.scheduler.integrity import check
 from vllm_hisparse.scheduler.records import Record
 
-from .engine_config import EngineOptions, make_kv_cache_config, make_vllm_config
+from .engine_config import EngineOptions, build_scheduler, make_kv_cache_config, make_vllm_config
+from .harness import leaves
 from .model_runner import VOCABULARY, WorkerRequest, sample, verify
+from .offloading_ranks import OffloadingRanks
 from .ranks import CopyTiming, Rank, Span
+from .reports import step_metadata, step_result
 from .state import full_state
 
-__all__ = ["ALL", "SchedulerRig", "build_scheduler"]
+__all__ = ["ALL", "SchedulerRig"]
 
 ALL = 1 << 30  # every transfer
 INDEXER_GROUP = 1
@@ -51,8 +55,10 @@ class SchedulerRig:
     ) -> None:
         self.options = options
         self.config = make_vllm_config(options, directory)
-        self.scheduler, self.hasher = build_scheduler(self.config, make_kv_cache_config(self.config, options))
-        self.coordinator: HiSparseCoordinator = self.scheduler.connector.coordinator
+        kv_cache_config = make_kv_cache_config(self.config, options)
+        self.scheduler, self.hasher = build_scheduler(self.config, kv_cache_config)
+        ours, *others = leaves(self.scheduler.connector)
+        self.coordinator: HiSparseCoordinator = ours.coordinator
         indexer_tokens = options.page_tokens * options.indexer_pages
         self.ranks = [
             Rank(number, options.page_tokens, options.num_parts, indexer_tokens, timing)
@@ -60,6 +66,9 @@ class SchedulerRig:
         ]
         for rank in self.ranks[1:] if shares_pool else ():
             rank.share(self.ranks[0])
+        self.offloading = [
+            OffloadingRanks(self.ranks, child.scheduler, self.config, kv_cache_config) for child in others
+        ]
         self.requests: dict[str, WorkerRequest] = {}
         self.in_flight: deque[tuple[Any, Any]] = deque()
         self.messages: list[StepMessage] = []
@@ -70,6 +79,7 @@ class SchedulerRig:
         self.acks: list[Acknowledgement] = []  # all that were sent, arrived or not
         self.num_misses = 0  # that every scheduled request reports of its selections
         self.watch_refusals = False
+        self._admits_nobody = False
         self._random = random.Random(seed)
         self._order = random.Random(seed)
         self._adopted: dict[Record, int] = {}  # tokens of the prefix hit that it started on
@@ -107,6 +117,7 @@ class SchedulerRig:
     def preempt(self) -> None:
         """The last running request loses its blocks, as if the pool had been full."""
         self.scheduler._preempt_request(self.scheduler.running.pop(), 0.0)
+        self._admits_nobody = bool(self.offloading)  # vLLM's OffloadingConnector relies on it
         self.check()
 
     def reset(self, running: bool = True) -> bool:
@@ -114,7 +125,7 @@ class SchedulerRig:
 
         From then on content of the old weights is wrong.
         """
-        done = bool(self.scheduler.reset_prefix_cache(reset_running_requests=running))
+        done = bool(self.scheduler.reset_prefix_cache(running, reset_connector=bool(self.offloading)))
         self.num_resets += done
         self.check()
         return done
@@ -144,27 +155,50 @@ class SchedulerRig:
 
     def submit(self, *num_completed: int) -> StepMessage:
         """Schedule a step and execute it on every rank. Returns its message."""
-        output = self.scheduler.schedule()
-        meta = output.kv_connector_metadata
+        output = self._schedule()
+        meta, *others = step_metadata(output)
         assert isinstance(meta, HiSparseMetadata)
         message = decode(meta.payload)
         self.messages.append(message)
         self.check()
         spans, sampled = self._run_model(output)
-        acks: list[Acknowledgement] = []
         counts = list(zip(self.ranks, num_completed or [ALL] * len(self.ranks), strict=True))
         self._order.shuffle(counts)  # ranks that share a pool need no particular one
-        for rank, count in counts:
-            rank.apply(message)
-            rank.forward(spans)
-            rank.complete(count)
-            misses = {rank.slots[span.request_id]: self.num_misses for span in spans if self.num_misses}
-            if (ack := rank.take_acknowledgement(misses)) is not None:
-                self.acks.append(ack)
-                self.num_lost_reports += rank.is_silent
-                acks += [] if rank.is_silent else [ack]
-        self.in_flight.append((output, self._result(sampled, acks)))
+        reports = [self._execute(rank, count, message, spans, *deepcopy(others)) for rank, count in counts]
+        received = [request_id for side in self.offloading for request_id in side.take_received()]
+        self.in_flight.append((output, step_result(sampled, reports, set(received))))
         return message
+
+    def _schedule(self) -> Any:
+        """vLLM admits nobody in a step that preempts."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        if self._admits_nobody:
+            self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        output = self.scheduler.schedule()
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+        self._admits_nobody = False
+        return output
+
+    def _execute(
+        self, rank: Rank, count: int, message: StepMessage, spans: list[Span], *others: Any
+    ) -> list[Any]:
+        """A step on one rank. Returns each connector's report."""
+        sides = list(zip(self.offloading, others, strict=True))
+        for side, meta in sides:
+            side.begin(rank.number, meta)
+        rank.apply(message)
+        for side, meta in sides:
+            side.load(rank.number, meta)
+        rank.forward(spans)
+        rank.complete(count)
+        misses = {rank.slots[span.request_id]: self.num_misses for span in spans if self.num_misses}
+        ack = rank.take_acknowledgement(misses)
+        if ack is not None:
+            self.acks.append(ack)
+            self.num_lost_reports += rank.is_silent
+        ours = None if ack is None or rank.is_silent else HiSparseWorkerMetadata(ack)
+        return [ours, *(side.end(rank.number, meta, count) for side, meta in sides)]
 
     def collect(self) -> None:
         """Process the oldest step's output."""
@@ -189,6 +223,8 @@ class SchedulerRig:
         assert len(self.coordinator.ledger) == 0
         assert not self.coordinator.records
         assert not self.coordinator.requests
+        for side in self.offloading:
+            side.check_idle()
 
     def check(self) -> None:
         """The coordinator's invariants, and that every published host page is written on every rank."""
@@ -253,20 +289,6 @@ class SchedulerRig:
         drafts = [[0] * self.options.num_drafts for _ in request_ids]
         self.scheduler.update_draft_token_ids(DraftTokenIds(request_ids, drafts))
 
-    def _result(self, sampled: dict[str, list[int]], acks: list[Acknowledgement]) -> Any:
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
-        meta: Any = None
-        for ack in acks:
-            one = HiSparseWorkerMetadata(ack)
-            meta = one if meta is None else meta.aggregate(one)
-        return ModelRunnerOutput(
-            req_ids=list(sampled),
-            req_id_to_index={request_id: index for index, request_id in enumerate(sampled)},
-            sampled_token_ids=[list(tokens) for tokens in sampled.values()],
-            kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=meta),
-        )
-
     def _watched_adopt(self, request_id: str, blocks: Any) -> None:
         self._adopt(request_id, blocks)
         record = self.coordinator.records[request_id]
@@ -282,25 +304,3 @@ class SchedulerRig:
                 "a refused allocation changed state"
             )
         return blocks
-
-
-def build_scheduler(config: Any, kv_cache_config: Any) -> tuple[Any, Any]:
-    """(scheduler, block hasher), made as the engine core makes them."""
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import (
-        get_request_block_hasher,
-        init_none_hash,
-        resolve_kv_cache_block_sizes,
-    )
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    init_none_hash(sha256)
-    block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
-    scheduler = config.scheduler_config.get_scheduler_cls()(
-        vllm_config=config,
-        kv_cache_config=kv_cache_config,
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=block_size,
-        hash_block_size=hash_block_size,
-    )
-    return scheduler, get_request_block_hasher(hash_block_size, sha256)
