@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from vllm_hisparse.messages import StepMessage
+from vllm_hisparse.scheduler.admission import NO_HIT, Hit
 from vllm_hisparse.scheduler.residency import Residency
 from vllm_hisparse.testing.engine_config import EngineOptions, make_vllm_config, minimum_device_blocks
 from vllm_hisparse.testing.scheduler import SchedulerRig
@@ -226,3 +227,28 @@ def test_a_hit_that_would_fill_the_pool_is_cut(make_rig: Any, tmp_path: Any, num
     assert rig.coordinator.admission.num_admissible([b[0] for b in blocks if b]) <= 1
     rig.run()
     assert len(rig.outputs["a"]) == 8
+
+
+def test_what_the_host_cannot_take_must_fit_the_device(make_rig: Any) -> None:
+    """A region of two pages, the page that is written, one for rounding and four of a step."""
+    admission = make_rig(**POOL).coordinator.admission
+    (claim,) = {admission.cap(n, NO_HIT, 100) for n in (20, 30, 60)}
+    assert claim == admission._claim
+    assert admission.cap(claim - 1, NO_HIT, 0) == claim - 1
+    assert admission.cap(claim + 5, NO_HIT, 5) == claim
+    assert admission.cap(claim + 5, NO_HIT, 4) == claim + 5
+    assert admission.cap(60, Hit(num_host_only=1), 100) == claim - 2  # the region is counted with the hit
+
+
+@pytest.mark.parametrize(("spare", "num_used"), [(-1, 0), (0, 15)])
+def test_host_pages_are_no_hit_where_no_region_fits(make_rig: Any, spare: int, num_used: int) -> None:
+    rig = make_rig(num_device_blocks=41, low=0.0, high=0.99)
+    rig.add("a", range(60), max_tokens=4)
+    rig.run()
+    request = rig.add("again", range(60), max_tokens=1)
+    coordinator = rig.coordinator
+    lose_resident_copies(rig, "a")
+    found = [coordinator.host_pool.get_cached_block(h, [0]) for h in request.block_hashes]
+    assert all(found)
+    coordinator.admission._spare = spare
+    assert coordinator.admission.num_admissible([blocks[0] for blocks in found if blocks]) == num_used

@@ -222,6 +222,7 @@ class SchedulerRig:
             assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are held by nobody"
         assert len(self.coordinator.ledger) == 0
         assert not self.coordinator.records
+        assert not self.coordinator.leases.extents._wanted
         assert not self.coordinator.requests
         for side in self.offloading:
             side.check_idle()
