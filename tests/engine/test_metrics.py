@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.metrics import reader
 
 from tests.engine.observed import TICK_S, Watcher
@@ -28,6 +29,16 @@ MODEL = TinyModel(index_pattern="FSF", index_topk=32)
 ITEM = 2  # bytes of a bf16 element
 NAME = "vllm:hisparse_"
 METRIC = {metric.key: metric for metric in METRICS}
+INTERVAL_STEPS = 40
+LINE = {
+    *(f"HiSparse {residency} requests" for residency in METRIC["requests"].values),
+    "hit rate %",
+    "host reads GB/s",
+    "page copies GB/s",
+    "spill ms",
+    "waits for copies",
+    "free blocks",
+}
 FAULTS = {"unreadable_rows", "overflowed_rows"}
 
 
@@ -74,16 +85,24 @@ class Run:
         self.watcher = Watcher(engine, patch)
         self.recorder = Recorder(engine, patch)
         self.seen: set[tuple[str, str]] = set()  # (metric, label) that were not 0 at some time
+        self.lines: list[str] = []  # of the log, one an interval
         self._known: dict[str, dict[str, Any]] = {}  # what the samples so far add up to
         self._kinds = documented()
+        log = KVConnectorLogging.log
+        patch.setattr(KVConnectorLogging, "log", lambda logging, log_fn: log(logging, self._log))
         sampler = engine.scheduler.connector._sampler
         sampler._interval_s = 0.0  # a sample every step
         sample = sampler.sample
         patch.setattr(sampler, "sample", lambda: self._check(sample()))
 
     def tick(self) -> None:
-        """A step has ended."""
+        """A step has ended; the log is due now and then."""
         self.watcher.now += TICK_S
+        if self.engine.num_steps % INTERVAL_STEPS == 0:
+            self.engine.llm.llm_engine.do_log_stats()
+
+    def _log(self, text: str, *arguments: Any) -> None:
+        self.lines.append(text % arguments)
 
     def _check(self, sample: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """A sample of the scheduler as it is taken, against what it has to say by then."""
@@ -167,6 +186,10 @@ def test_pages_that_leave_and_return(model_path: ModelPath, monkeypatch: pytest.
         run(following, [twin, twin, *prompts(8, count=2)])
         run(following, prompts((60, 20), count=6), partial(calm, following.engine.coordinator))
         following.engine.finish()
+    assert len(following.lines) >= following.engine.num_steps // INTERVAL_STEPS  # vLLM's own intervals, too
+    shown = [dict(part.split("=") for part in line.split(": ")[1].split(", ")) for line in following.lines]
+    assert {key for line in shown for key in line} == LINE
+    assert all(LINE - {"hit rate %", "spill ms"} <= set(line) for line in shown)
     not_seen = {(m.key, v) for m in METRICS for v in m.values or ("0" if m.label else "",)} - following.seen
     # A request that runs has the page on the device that it writes: None ends as it is scheduled. Copies that
     # fail: test_faults.py.
