@@ -51,7 +51,6 @@ class Run:
     high: float = 0.20
     indexer_pages: int = 0  # 0: the planner's choice
     always_host: bool = False
-    tensor_parallel: int = 1
 
 
 class Schedule:
@@ -88,7 +87,6 @@ def engine_options(run: Run) -> dict[str, Any]:
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
         "disable_log_stats": False,
         "seed": 0,
-        "tensor_parallel_size": run.tensor_parallel,
     }
     if run.cudagraph_mode:
         options["compilation_config"]["cudagraph_mode"] = run.cudagraph_mode
@@ -225,8 +223,9 @@ def main() -> None:
     run = Run(**json.loads(sys.argv[1]))
     # Sampling is greedy: FlashInfer's samplers would be compiled for nothing.
     os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
-    if run.tensor_parallel == 1:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+        "0"  # the scheduler and the kernels are looked at from here
+    )
     if not run.impl.startswith("ours"):
         os.environ["VLLM_PLUGINS"] = "none"
     path = make_model(run)
