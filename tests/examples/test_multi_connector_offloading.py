@@ -29,7 +29,7 @@ def test_prefixes_come_back_from_both_connectors(model_path: ModelPath, tmp_path
     command = tiny(service.command, model_path(SEPARATE), port, on_the_cpu)
     with server(command, port, tmp_path / "log", **service.environment) as running:
         running.wait_until_ready()
-        script = [sys.executable, EXAMPLES / "multi-connector-offloading" / "ask.py", running.url, "330", "6"]
+        script = [sys.executable, EXAMPLES / "multi-connector-offloading" / "ask.py", running.url, "330", "3"]
         asked = subprocess.run(script, capture_output=True, text=True, check=True, timeout=200)
         same, found = asked.stdout.splitlines()
         assert same == "same answer: True"
