@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from vllm_hisparse.messages import StepMessage
-from vllm_hisparse.scheduler.admission import NO_HIT, Hit
 from vllm_hisparse.scheduler.residency import Residency
 from vllm_hisparse.testing.engine_config import EngineOptions, make_vllm_config, minimum_device_blocks
 from vllm_hisparse.testing.scheduler import SchedulerRig
@@ -232,12 +231,12 @@ def test_a_hit_that_would_fill_the_pool_is_cut(make_rig: Any, tmp_path: Any, num
 def test_what_the_host_cannot_take_must_fit_the_device(make_rig: Any) -> None:
     """A region of two pages, the page that is written, one for rounding and four of a step."""
     admission = make_rig(**POOL).coordinator.admission
-    (claim,) = {admission.cap(n, NO_HIT, 100) for n in (20, 30, 60)}
+    (claim,) = {admission.cap(n, False, 100) for n in (20, 30, 60)}
     assert claim == admission._claim
-    assert admission.cap(claim - 1, NO_HIT, 0) == claim - 1
-    assert admission.cap(claim + 5, NO_HIT, 5) == claim
-    assert admission.cap(claim + 5, NO_HIT, 4) == claim + 5
-    assert admission.cap(60, Hit(num_host_only=1), 100) == claim - 2  # the region is counted with the hit
+    assert admission.cap(claim - 1, False, 0) == claim - 1
+    assert admission.cap(claim + 5, False, 5) == claim
+    assert admission.cap(claim + 5, False, 4) == claim + 5
+    assert admission.cap(60, True, 100) == claim - 2  # the region is counted with the hit
 
 
 @pytest.mark.parametrize(("spare", "num_used"), [(-1, 0), (0, 15)])
