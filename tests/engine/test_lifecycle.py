@@ -66,7 +66,7 @@ def test_abort_in_every_page_state(model_path: ModelPath, reference: Reference) 
 def test_preempted_requests_resume_exactly(model_path: ModelPath, reference: Reference) -> None:
     """Short requests that outgrow a pool in which HiSparse has nothing to give."""
     expected = reference(SEPARATE, DTYPE)
-    with tight_engine(model_path, 20, 0.5, 0.6, max_model_len=384) as engine:
+    with tight_engine(model_path, 18, 0.5, 0.6, max_model_len=384) as engine:
         engine.use_copies(LateCopies(2))
         completions = engine.run(prompts(48), engine.check_integrity)
         engine.finish()
