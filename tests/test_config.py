@@ -12,7 +12,7 @@ from vllm_hisparse.config import DEFAULT_POLICY, MAX_HOT_ROWS, HiSparseConfig
 from vllm_hisparse.engine_checks import validate_engine
 
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}}
-NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+NIXL = {"kv_connector": "HiSparseNixlConnector", "kv_role": "kv_consumer"}
 
 
 def read(**changes: Any) -> HiSparseConfig:
@@ -184,7 +184,32 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"entry": multi(connector(), connector())}, "got 2 HiSparseConnector entries"),
     (
         {"entry": multi(connector(max_indexer_pages=3), NIXL)},
-        "got max_indexer_pages=3 with NixlConnector; need 1 because that connector",
+        "got max_indexer_pages=3 with HiSparseNixlConnector; need 1 because that connector",
+    ),
+    (
+        {"entry": multi(connector(), {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"})},
+        "got NixlConnector beside HiSparseConnector; need HiSparseNixlConnector because with HiSparse",
+    ),
+    (
+        {"entry": multi(connector(), NIXL | {"kv_role": "kv_both"})},
+        "got kv_role='kv_both' for HiSparseNixlConnector; need 'kv_producer' or 'kv_consumer' because",
+    ),
+    (
+        {"entry": multi(connector(), NIXL | {"kv_buffer_device": "cpu"})},
+        "got kv_buffer_device='cpu' for HiSparseNixlConnector; need 'cuda' because",
+    ),
+    (
+        {"entry": multi(connector(), NIXL | {"kv_connector_extra_config": {"backends": ["UCX"]}})},
+        "got unknown options ['backends'] for HiSparseNixlConnector; need keys among ['import_timeout_s', "
+        "'kv_lease_duration'] because",
+    ),
+    (
+        {"entry": multi(connector(), NIXL | {"kv_connector_extra_config": {"import_timeout_s": 0.0}})},
+        "got import_timeout_s=0 and kv_lease_duration=30; need import_timeout_s > 0 and",
+    ),
+    (
+        {"entry": multi(connector(), NIXL | {"kv_connector_extra_config": {"kv_lease_duration": "9"}})},
+        "got kv_lease_duration='9' of type str; need int because",
     ),
     (
         {"entry": connector() | {"kv_role": "kv_consumer"}},

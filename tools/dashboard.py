@@ -176,6 +176,12 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ((rate("region_events", "event"), "{{event}}"),),
             ),
             Panel(
+                "Imports",
+                "Prompts computed by other engines: admitted, by where their pages land, and how that ended.",
+                "ops",
+                ((rate("imports", "event"), "{{event}}"),),
+            ),
+            Panel(
                 "Host pool",
                 "Blocks leased by requests or copies, and blocks that hold a published page. Evictions "
                 "make room for new pages.",

@@ -44,7 +44,9 @@ def residency() -> str:
         *(f"| {event.value} | {meaning} |" for event, meaning in EVENTS.items()),
         "",
         f"A new page is {PageState.DIRTY.name}; one of a prefix hit {PageState.CLEAN.name} if both tiers "
-        f"have it, {PageState.DIRTY.name} or {PageState.HOST.name} if one of them has.",
+        f"have it, {PageState.DIRTY.name} or {PageState.HOST.name} if one of them has. One that another "
+        f"engine has computed is {PageState.IMPORTING.name} or {PageState.IMPORTING_HOST.name} until it is "
+        "here.",
         "",
         "![States by what the device and the host have of a page](pictures/page-life.svg)",
     ]

@@ -39,6 +39,9 @@ ASIDE = {
     PageState.ENQUEUED: 100.0,
     PageState.CLEAN: 100.0,
 }
+# Pages that another engine has computed join at DIRTY or HOST: two states of their own, left out here.
+MOVES = {move: after for move, after in TRANSITIONS.items() if move[1] is not Event.IMPORTED}
+IMPORTED = {before for before, event in TRANSITIONS if event is Event.IMPORTED}
 BOX_WIDTH, BOX_HEIGHT = 128.0, 44.0
 # Ways around states that a straight line would cross: (points, whether it is a curve, place of the label).
 AROUND: dict[tuple[PageState, PageState], tuple[list[Point], bool, Point]] = {
@@ -50,7 +53,7 @@ AROUND: dict[tuple[PageState, PageState], tuple[list[Point], bool, Point]] = {
 
 def page_life() -> str:
     """The transition table as a picture. Raises ValueError for a way that no transition takes."""
-    moves = {(before, after) for (before, _), after in TRANSITIONS.items()}
+    moves = {(before, after) for (before, _), after in MOVES.items()}
     if not set(AROUND) <= moves:
         raise ValueError(f"got ways around for {set(AROUND) - moves}; need transitions")
     drawing = Drawing(1080, 550, "The life of a page: its states by what device and host have of it")
@@ -61,9 +64,9 @@ def page_life() -> str:
         drawing.text(x, 50, HEADING[device], 14, GREEN if readable else SOFT, "middle", bold=True)
     for host, y in ROW.items():
         drawing.text(14, y + 5, f"host: {host.value}", 13, SOFT)
-    for (before, event), after in TRANSITIONS.items():
+    for (before, event), after in MOVES.items():
         _transition(drawing, before, event, after)
-    for state in PageState:
+    for state in sorted(set(PageState) - IMPORTED):
         x, y = _centre(state)
         drawing.box(x - BOX_WIDTH / 2, y - BOX_HEIGHT / 2, BOX_WIDTH, BOX_HEIGHT, PAPER, INK)
         drawing.text(x, y + 5, state.name, 14, INK, "middle", bold=True)

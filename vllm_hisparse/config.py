@@ -12,6 +12,7 @@ from typing import Any
 
 CONNECTOR = "HiSparseConnector"
 MULTI_CONNECTOR = "MultiConnector"
+NIXL_CONNECTOR = "HiSparseNixlConnector"
 POLICIES = ("lru", "lrfu")
 DEFAULT_POLICY = "lrfu"
 DEFAULT_HOT_FACTOR = 4  # cap of an elastic hot region, in multiples of top_k
@@ -111,6 +112,37 @@ class HiSparseConfig:
             max_hot_rows=cap,
             eager_host_mirror=bool(getattr(tuning, "eager_host_mirror", True)),
         )
+
+
+@dataclass(frozen=True)
+class NixlOptions:
+    """Options of HiSparseNixlConnector, on either side."""
+
+    import_timeout_s: float = 60.0  # longest time in which an import makes no progress
+    kv_lease_duration: int = (
+        30  # seconds that a producer keeps pages nobody asks for; vLLM's option and default
+    )
+
+
+def nixl_options(extra: Mapping[str, Any]) -> NixlOptions:
+    """Of its `kv_connector_extra_config`. Raises ValueError for unknown or impossible ones."""
+    known = {"import_timeout_s": float, "kv_lease_duration": int}
+    unknown = sorted(set(extra) - set(known))
+    if unknown:
+        raise user_error(
+            got=f"unknown options {unknown} for {NIXL_CONNECTOR}",
+            need=f"keys among {sorted(known)}",
+            because="a misspelt option would be ignored silently",
+        )
+    options = NixlOptions(**{key: _typed(key, value, known[key]) for key, value in extra.items()})
+    if options.import_timeout_s <= 0 or options.kv_lease_duration < 6:
+        raise user_error(
+            got=f"import_timeout_s={options.import_timeout_s:g} and "
+            f"kv_lease_duration={options.kv_lease_duration}",
+            need="import_timeout_s > 0 and kv_lease_duration >= 6",
+            because="a lease is renewed six times in its duration, in whole seconds",
+        )
+    return options
 
 
 def connector_entries(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

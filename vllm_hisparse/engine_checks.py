@@ -5,11 +5,26 @@ Imports neither torch nor vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
-from .config import CONNECTOR, MULTI_CONNECTOR, HiSparseConfig, connector_entry, user_error
+from .config import (
+    CONNECTOR,
+    MULTI_CONNECTOR,
+    NIXL_CONNECTOR,
+    HiSparseConfig,
+    NixlOptions,
+    all_connectors,
+    connector_entry,
+    nixl_options,
+    user_error,
+)
 
-__all__ = ["validate_engine"]
+__all__ = ["check_nixl", "validate_engine"]
+
+# They move a request's blocks of every KV group; the host group has one only of pages written there.
+BLOCK_MOVERS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector")
 
 
 def validate_engine(vllm_config: Any, cudagraph_mode: Any = None) -> HiSparseConfig:
@@ -32,10 +47,51 @@ def validate_engine(vllm_config: Any, cudagraph_mode: Any = None) -> HiSparseCon
             need="'kv_both'",
             because="it writes pages to the host and reads them back",
         )
+    _check_connectors(all_connectors(vllm_config), vllm_config.device_config.device_type)
     mode = cudagraph_mode if cudagraph_mode is not None else vllm_config.compilation_config.cudagraph_mode
     _check_engine(vllm_config, getattr(mode, "name", mode))
     _check_trace(config, vllm_config, getattr(mode, "name", mode))
     return config
+
+
+def check_nixl(entry: Mapping[str, Any], device_type: str) -> NixlOptions:
+    """Checks the configuration of a HiSparseNixlConnector and returns its options. Raises ValueError."""
+    options = nixl_options(entry.get("kv_connector_extra_config") or {})
+    role = entry.get("kv_role")
+    if role not in ("kv_producer", "kv_consumer"):
+        raise user_error(
+            got=f"kv_role={role!r} for {NIXL_CONNECTOR}",
+            need="'kv_producer' or 'kv_consumer'",
+            because="an engine either lends its pages or borrows others'",
+        )
+    buffers = entry.get("kv_buffer_device") or device_type
+    if buffers != device_type:
+        raise user_error(
+            got=f"kv_buffer_device={buffers!r} for {NIXL_CONNECTOR}",
+            need=repr(device_type),
+            because="pages are read from and into the pools as they lie",
+        )
+    if find_spec("nixl") is None:
+        raise user_error(
+            got=f"{NIXL_CONNECTOR} and no package nixl",
+            need="pip install nixl",
+            because="it moves pages between engines",
+        )
+    return options
+
+
+def _check_connectors(entries: Sequence[Mapping[str, Any]], device_type: str) -> None:
+    names = [str(entry.get("kv_connector")) for entry in entries]
+    movers = sorted(set(names).intersection(BLOCK_MOVERS))
+    if movers:
+        raise user_error(
+            got=f"{movers[0]} beside {CONNECTOR}",
+            need=NIXL_CONNECTOR,
+            because="with HiSparse a request's blocks have holes, where pages are on the other tier",
+        )
+    for entry in entries:
+        if entry.get("kv_connector") == NIXL_CONNECTOR:
+            check_nixl(entry, device_type)
 
 
 def _check_trace(config: HiSparseConfig, vllm_config: Any, cudagraph_mode: str | None) -> None:

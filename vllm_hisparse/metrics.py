@@ -31,6 +31,8 @@ STATES = (
     "loose",
     "host",
     "restoring",
+    "importing",
+    "importing_host",
 )
 PAGE_EVENTS = (
     "spilled",
@@ -43,8 +45,11 @@ PAGE_EVENTS = (
     "deduplicated",
     "host_hits",
     "device_hits",
+    "imported",
+    "lent",
 )
 REGION_EVENTS = ("granted", "returned", "grown_blocks", "shrunk_blocks")
+IMPORT_EVENTS = ("device", "host", "arrived", "failed", "cancelled")
 LEVELS = ("below_low", "between", "above_high")
 # Rates of the log line, of bytes.
 RATES = (
@@ -116,6 +121,13 @@ METRICS = (
         "Hot regions granted and returned; blocks grown and shrunk.",
         "event",
         REGION_EVENTS,
+    ),
+    Metric(
+        "imports",
+        Counter,
+        "Prompts computed by another engine: admitted, by where their pages land, and how that ended.",
+        "event",
+        IMPORT_EVENTS,
     ),
     Metric(
         "watermark_crossings",

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 )
 from vllm.v1.request import RequestStatus
 
+from vllm_hisparse.testing.borrowing import transfer_params
 from vllm_hisparse.testing.engine_config import EngineOptions, make_vllm_config, minimum_device_blocks
 from vllm_hisparse.testing.model_runner import VOCABULARY
 from vllm_hisparse.testing.ranks import Rank
@@ -39,6 +40,7 @@ ENGINES: dict[str, list[Any]] = {
     "max_hot_rows": [16, 32],
     "async_scheduling": [False, True],
     "kv_role": ["kv_both", "kv_producer"],
+    "nixl_role": [None, None, None, "kv_consumer"],
     "prefix_caching": [True, True, True, False],
     "low": [0.0, 0.1, 0.3],
     "high": [0.35, 0.7],
@@ -66,6 +68,11 @@ EVENTS = (
     "host_hits",
     "keys_loaded",
     "keys_refused",
+    "import_device",
+    "import_host",
+    "import_arrived",
+    "import_failed",
+    "import_cancelled",
 )
 COUNTS = [0, 0, 1, 2, ALL]
 
@@ -90,6 +97,8 @@ class Machine(RuleBasedStateMachine):
         path = Path(self.directory.name)
         if not engine["prefix_caching"]:
             engine = engine | {"num_offload_chunks": 0}  # refused: test_errors.py
+        if engine["nixl_role"] is not None:  # an indexer block has one page then, as the plugin decides
+            engine = engine | {"indexer_pages": 1, "num_offload_chunks": 0}
         asked = EngineOptions(**engine)
         num_device = minimum_device_blocks(make_vllm_config(asked, path), asked) + spare_device
         num_host = -(-asked.max_model_len // asked.page_tokens) + 2 + spare_host
@@ -110,6 +119,31 @@ class Machine(RuleBasedStateMachine):
         max_tokens = min(max_tokens, longest + 1 - len(prompt))
         self.rig.add(f"r{self.num_added}", prompt, max_tokens, priority=priority)
         self.num_added += 1
+
+    @precondition(lambda self: self.rig.borrowing is not None)
+    @rule(
+        family=st.integers(0, 2),
+        length=st.integers(1, 95),
+        max_tokens=st.integers(1, 40),
+        from_host=st.sets(st.integers(0, 23), max_size=6),
+    )
+    def borrow(self, family: int, length: int, max_tokens: int, from_host: set[int]) -> None:
+        """A prompt that another engine has computed, with some of its pages on that engine's host."""
+        options = self.rig.options
+        length = min(length, options.max_model_len - 1)
+        num_pages = -(-length // options.page_tokens)
+        transfer = transfer_params(length, options.page_tokens, [p for p in from_host if p < num_pages])
+        prompt = [(family * 7 + j * 3) % VOCABULARY for j in range(length)]
+        max_tokens = min(max_tokens, options.max_model_len - length)
+        self.rig.add(f"r{self.num_added}", prompt, max_tokens, transfer)
+        self.num_added += 1
+
+    @precondition(lambda self: self.rig.borrowing is not None and self.rig.borrowing.jobs)
+    @rule(which=st.integers(0, 1000), failed=st.sampled_from([False, False, True]))
+    def deliver(self, which: int, failed: bool) -> None:
+        """A transfer ends with the next step."""
+        jobs = list(self.rig.borrowing.jobs)
+        self.rig.deliver(jobs[which % len(jobs)], failed)
 
     @rule(
         counts=st.lists(st.sampled_from(COUNTS), min_size=2, max_size=2), misses=st.sampled_from([0, 0, 50])
@@ -181,6 +215,7 @@ class Machine(RuleBasedStateMachine):
     def reset(self, running: bool) -> None:
         scheduler = self.rig.scheduler
         loading = any(r.status is RequestStatus.WAITING_FOR_REMOTE_KVS for r in scheduler.requests.values())
+        loading |= any(r.is_importing for r in self.rig.coordinator.records.values())
         if not (running and (scheduler.defer_block_free or loading)):  # vLLM refuses: test_lifecycle.py
             self.rig.reset(running)
 
@@ -195,6 +230,8 @@ class Machine(RuleBasedStateMachine):
             for side in self.rig.offloading:
                 self.seen["keys_loaded"] += side.num_loads
                 self.seen["keys_refused"] += side.num_refused
+            imports = vars(self.rig.coordinator.imports.counters)
+            self.seen.update({f"import_{event}": count for event, count in imports.items()})
             self.directory.cleanup()
 
 
@@ -238,6 +275,15 @@ def move(machine: Machine, chance: random.Random) -> None:
     kind = chance.choice(
         ["add"] * 6 + ["steps"] * 6 + ["faults", "abort", "preempt", "repeat", "levels", "calm"]
     )
+    if machine.rig.borrowing is not None and chance.random() < 0.3:
+        jobs = list(machine.rig.borrowing.jobs)
+        if jobs and which % 7 == 0:
+            machine.rig.abort(jobs[0])
+        elif jobs and which % 2:
+            machine.deliver(which, failed=which % 3 == 0)
+        else:
+            from_host = {chance.randrange(24) for _ in range(which % 3)}
+            machine.borrow(which % 3, chance.randint(1, 95), chance.choice([1, 10]), from_host)
     if kind == "add":
         own = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 20))]
         machine.add(chance.randrange(3), chance.randint(0, 80), own, chance.choice([1, 10, 40]), which % 3)
@@ -273,7 +319,7 @@ def test_machine(seen: Counter[str]) -> None:
 
 
 def test_walks(seen: Counter[str]) -> None:
-    walks(range(60))
+    walks(range(90))
     assert seen["steps"] > 5000
     assert all(seen[event] > 10 for event in EVENTS), seen
 

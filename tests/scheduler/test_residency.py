@@ -5,8 +5,10 @@ import itertools
 import pytest
 
 from vllm_hisparse.scheduler.residency import (
+    HOST_ONLY,
     ON_DEVICE,
     RECLAIMED,
+    SETTLED,
     STATES,
     TRANSITIONS,
     UNPINNABLE,
@@ -39,6 +41,8 @@ LEGAL = {
     (S.HOST, E.DEDUPLICATE): S.CLEAN,
     (S.RESTORING, E.COMPLETED): S.CLEAN,
     (S.RESTORING, E.FAILED): S.HOST,
+    (S.IMPORTING, E.IMPORTED): S.DIRTY,
+    (S.IMPORTING_HOST, E.IMPORTED): S.HOST,
 }
 
 
@@ -67,9 +71,12 @@ def test_no_other_transition_exists() -> None:
 def test_a_page_can_always_be_read() -> None:
     """In every state the rows are on the device, on the host, or on their way from blocks still intact."""
     for state, (device, host, _) in STATES.items():
-        assert device in (Device.LEASED, Device.LOOSE) or host is not Host.NONE, state
+        is_read = (state, E.IMPORTED) not in TRANSITIONS  # nothing reads a page before it has arrived
+        assert device in (Device.LEASED, Device.LOOSE) or host is not Host.NONE or not is_read, state
     assert {S.DIRTY, S.SPILLING, S.ENQUEUED, S.DRAINING, S.CLEAN, S.LOOSE} == ON_DEVICE
     assert {S.ENQUEUED, S.CLEAN} == UNPINNABLE
+    assert {S.CLEAN} == SETTLED
+    assert {S.LANDING, S.HOST, S.RESTORING, S.IMPORTING_HOST} == HOST_ONLY
     assert {S.DRAINING, S.LOOSE} == RECLAIMED
 
 

@@ -9,6 +9,7 @@ from .ledger import LEDGER, MIN_VERSION, NEXT_UNSUPPORTED_VERSION, Seam
 __all__ = ["UnsupportedError", "check_seam", "check_version", "install", "refuse", "seam_place"]
 
 CONNECTOR = "HiSparseConnector"
+NIXL_CONNECTOR = "HiSparseNixlConnector"
 _installed = False
 
 
@@ -102,6 +103,7 @@ def _register() -> None:
     # vLLM's own entry of that name goes first: register_connector refuses a name that is taken.
     KVConnectorFactory._registry.pop(CONNECTOR, None)
     KVConnectorFactory.register_connector(CONNECTOR, "vllm_hisparse.connector", CONNECTOR)
+    KVConnectorFactory.register_connector(NIXL_CONNECTOR, "vllm_hisparse.nixl_connector", NIXL_CONNECTOR)
     # vLLM fills its registry on first use, and only if it is still empty: let it do so before ours are added.
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(ResidentSpec, ResidentManager, uniform_type_base_spec=ResidentSpec)

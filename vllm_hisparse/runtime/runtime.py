@@ -57,6 +57,7 @@ class HiSparseRuntime:
         )
         self.misses = MissProbe(len(layout.index_groups), layout.max_requests, device)
         self.recorder: Recorder | None = None  # of selections; set on the rank that records them
+        self.fence: Callable[[], Callable[[], bool]] = lambda: lambda: True  # see `CopyQueue.fence`
         self.num_spilled_pages = 0
         self.num_restored_pages = 0
         self.resolvers: list[GroupResolver] = []
@@ -150,6 +151,13 @@ class HiSparseRuntime:
         turns = self.memory.turns
         turns.take(lambda: self._copy(ops.write_pages, copies))
         self.num_spilled_pages += len(copies) if turns.is_writer else 0
+
+    def write_imported(self, copies: tuple[Copy, ...]) -> None:
+        """Copy pages from another engine to the host pool, on the rank of the node that writes it.
+
+        Out of turn: no rank reads the blocks before all ranks have reported the import's end.
+        """
+        self._copy(ops.write_pages, copies)
 
     def restore(self, copies: tuple[Copy, ...]) -> None:
         """Copy pages of all layers back to the device pool, one launch on the current stream."""

@@ -26,8 +26,9 @@ class Hit:
     block_ids: frozenset[int] = frozenset()  # device blocks that adopting it leases
     num_evictable: int = 0  # of these, blocks that are in the free queue now
     num_clean: int = 0  # pages on both tiers that nobody else leases: their device leases can go back at once
-    num_host_only: int = 0  # pages
+    num_host_only: int = 0  # pages, with those of an import that are about to land on the host
     num_pages: int = 0
+    num_free_host: int = 0  # host blocks that adopting it takes out of the free queue, for imports
 
     @property
     def has_backed(self) -> bool:
@@ -41,14 +42,15 @@ NO_HIT = Hit()
 class Admission:
     """The limits of one engine, in pages, which are blocks of one part."""
 
-    def __init__(self, layout: Layout, leases: PageLeases, max_step_tokens: int) -> None:
+    def __init__(self, layout: Layout, leases: PageLeases, max_step_tokens: int, num_reserved: int) -> None:
+        """`num_reserved`: blocks that vLLM keeps free when it admits a request whose tokens are loaded."""
         self._leases = leases
         self._start = layout.start_hot_blocks
         self._claim = self._start + layout.tail_pages + -(-max_step_tokens // layout.page_tokens)
         indexer_blocks = -(-layout.max_pages // layout.indexer_pages)
         room = (layout.num_device_blocks - 1 - indexer_blocks) // layout.num_parts
         self._spare = room - self._claim
-        self._fits_whole = room >= layout.max_pages
+        self._fits_whole = room - -(-num_reserved // layout.num_parts) >= layout.max_pages
 
     def cap(self, num_pages: int, has_backed: bool, num_free_host: int) -> int:
         """Pages beyond its hit that a request must find room for: not all, if the host can take the rest.
@@ -58,10 +60,13 @@ class Admission:
         cap = self._claim - (self._start if has_backed else 0)
         return num_pages if num_pages <= cap or num_pages - cap > num_free_host else cap
 
-    def inspect(self, blocks: Sequence[KVCacheBlock]) -> Hit:
-        """What adopting a prefix hit would take. A pure query; O(pages of the hit)."""
+    def inspect(self, blocks: Sequence[KVCacheBlock], num_landing: int = 0) -> Hit:
+        """What adopting a prefix hit would take, with `num_landing` more pages about to land on the host.
+
+        A pure query; O(pages of the hit).
+        """
         if not blocks:
-            return NO_HIT
+            return Hit(num_host_only=num_landing) if num_landing else NO_HIT
         on_device = [self._leases.hit_blocks(block) for block in blocks]
         return Hit(
             block_ids=frozenset(b.block_id for page in on_device for b in page),
@@ -70,9 +75,19 @@ class Admission:
                 bool(page) and all(b.ref_cnt == 0 for b in page) and self._leases.published(block) is not None
                 for block, page in zip(blocks, on_device, strict=True)
             ),
-            num_host_only=sum(not page for page in on_device),
+            num_host_only=num_landing + sum(not page for page in on_device),
             num_pages=len(blocks),
+            num_free_host=self._num_free_host(blocks, on_device) if num_landing else 0,
         )
+
+    def _num_free_host(
+        self, blocks: Sequence[KVCacheBlock], on_device: Sequence[Sequence[KVCacheBlock]]
+    ) -> int:
+        on_host = [
+            self._leases.published(block) if page else block
+            for block, page in zip(blocks, on_device, strict=True)
+        ]
+        return sum(block is not None and block.ref_cnt == 0 for block in on_host)
 
     def num_admissible(self, blocks: Sequence[KVCacheBlock]) -> int:
         """Leading pages of a prefix hit that an idle engine could start on."""

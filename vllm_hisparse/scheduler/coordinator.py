@@ -21,6 +21,7 @@ from vllm_hisparse.planning.layout import Layout
 from .admission import NO_HIT, Admission
 from .host_pool import HostPool
 from .integrity import check
+from .landing import Imports
 from .leases import PageLeases
 from .managers import ResidentManager, SourceManager
 from .pressure import Pressure
@@ -70,9 +71,14 @@ class HiSparseCoordinator:
         self._unbound: list[str] = []
         self._region_writes: dict[int, RegionWrite] = {}  # by slot: the last one of a step counts
         self._hit = NO_HIT  # of the query in progress
-        self.admission = Admission(layout, self.leases, max_step_tokens)
+        self.num_landing = 0  # of the same: pages of an import that take no device blocks
+        # For a step with drafts vLLM reserves blocks in every group; the source and indexer groups are two.
+        has_drafts = config.verify_rows > 1
+        self.num_reserved = (2 + layout.num_parts) * layout.tail_pages if has_drafts else 0
+        self.admission = Admission(layout, self.leases, max_step_tokens, self.num_reserved)
         self.host_pool.num_admissible = self.admission.num_admissible
         self.pressure = Pressure(self)
+        self.imports = Imports(self)
         self.source.bind(self, self.host_pool)
         for part, manager in enumerate(self.resident):
             manager.bind(self, part)
@@ -80,9 +86,15 @@ class HiSparseCoordinator:
 
     # ---- what vLLM's managers ask
 
-    def num_blocks_for_hit(self, blocks: Sequence[KVCacheBlock]) -> int:
-        """Device blocks that adopting a prefix hit takes out of the free queue. A pure query."""
-        self._hit = self.admission.inspect(blocks)
+    def num_blocks_to_start(self, blocks: Sequence[KVCacheBlock], landing: Sequence[int]) -> int:
+        """Device blocks that a request takes beside its pages: of the prefix hit `blocks`, those in the free
+        queue, and a region if pages of it or of an import (`landing`) are on the host. A pure query; more
+        than there are if the host has no room.
+        """
+        self._hit = self.admission.inspect(blocks, len(landing))
+        self.num_landing = len(landing)
+        if self.num_landing > self.host_pool.get_num_free_blocks() - self._hit.num_free_host:
+            return self.pool.num_gpu_blocks
         if not self._hit.num_host_only:
             return self._hit.num_evictable
         region = self.regions.num_blocks if self.regions.num_free_ids else self.pool.num_gpu_blocks
@@ -105,15 +117,18 @@ class HiSparseCoordinator:
     def num_reclaimable(self, request_id: str, num_tokens: int) -> int:
         """Device blocks that could be freed at once, as far as the request needs them. A pure query."""
         upper_bound = self._num_missing(request_id, num_tokens) + len(self._hit.block_ids)
+        upper_bound -= self.num_landing * self.layout.num_parts
+        if upper_bound <= 0:
+            return 0
         missing = upper_bound + self.regions.num_blocks - self.pool.get_num_free_blocks()
         return self.pressure.num_reclaimable(missing, self._hit) if missing > 0 else 0
 
-    def make_room(self, request_id: str, num_tokens: int) -> None:
-        """Free what the groups are about to allocate, and lease the region of a request that starts on
-        host-only pages.
+    def make_room(self, request_id: str, num_tokens: int, num_landing: int = 0) -> None:
+        """Free what the groups are about to allocate, all pages but those that land on the host, and lease
+        the region of a request that starts on host-only pages.
         """
         record = self._record(request_id)
-        num_free = self._num_missing(request_id, num_tokens)
+        num_free = self._num_missing(request_id, num_tokens) - num_landing * self.layout.num_parts
         wants_region = record.region is None and record.needs_region
         if wants_region:
             num_free += self.regions.num_blocks
@@ -152,6 +167,23 @@ class HiSparseCoordinator:
             return None
         return [record.pages[page] is not PageState.RESTORING for page in range(first, end)]
 
+    def land(self, request_id: str, num_local_tokens: int, num_tokens: int) -> None:
+        """vLLM admits the request's import of tokens `num_local_tokens` to `num_tokens`."""
+        self.imports.land(self._record(request_id), num_local_tokens, num_tokens)
+
+    def lend(self, request_id: str) -> Record:
+        """The request has ended, and another engine reads its pages until vLLM frees them.
+
+        What decoding needs of it goes back at once, and device leases of pages that the host has.
+        """
+        record = self.records[request_id]
+        record.is_lent = True
+        self._release_decoding(record)
+        for page in record.pages.pages_in(PageState.CLEAN):
+            self.leases.unpin(record, page)
+        self.leases.counters.lent += len(record.pages)
+        return record
+
     def drop(self, request_id: str) -> set[int]:
         """The request gives up its blocks (finish, abort, preemption).
 
@@ -162,16 +194,23 @@ class HiSparseCoordinator:
             return set()
         kept = self.leases.give_up(record)
         record.alive = False
+        self.imports.cancel(request_id)
+        self._release_decoding(record)
+        return kept
+
+    def _release_decoding(self, record: Record) -> None:
+        """The request decodes no more: its region, its slot and whatever pressure knows of it."""
         if record.region is not None:
             self.regions.release(self.regions.close(record.region))
+            record.region = None
         if record.slot >= 0:
             self._free_slots.append(record.slot)
             del self._by_slot[record.slot]
             self._region_writes.pop(record.slot, None)
-            self._unbound.append(request_id)
+            self._unbound.append(record.request_id)
+            record.slot = -1
         self._grown.pop(record, None)
         self.pressure.forget(record)
-        return kept
 
     # ---- one step
 
@@ -288,6 +327,8 @@ class HiSparseCoordinator:
                 self._by_slot[record.slot] = record
                 bound.append(Binding(request_id, record.slot))
                 self._grown[record] = None
+                if record.is_importing:
+                    self.imports.scheduled(record)
                 if record.region is not None:
                     self._write_region(record)
         return tuple(bound)

@@ -32,8 +32,15 @@ class RegionSizes:
         self.has_misses = False  # some were measured since regions last grew
 
     def holders(self) -> list[Record]:
-        """Requests with a region."""
-        return [r for r in self.held if r.region is not None]
+        """Requests with a region that may change. An import passes through the request's region."""
+        return [r for r in self.held if r.region is not None and not r.is_importing]
+
+    def can_shrink(self) -> bool:
+        """Whether a region that may change is larger than the floor."""
+        regions = self._coordinator.regions
+        if not regions.num_excess_blocks:
+            return False
+        return any(r.region is not None and regions.excess(r.region) > 0 for r in self.holders())
 
     def take_grown(self, num_blocks: int) -> None:
         """Take what regions have above their start size to free `num_blocks` blocks."""

@@ -27,7 +27,7 @@ def check(coordinator: "HiSparseCoordinator", retained: Iterable[KVCacheBlock] =
     retained = list(retained)
     _check_pages(coordinator)
     for record in coordinator.records.values():
-        assert not record.needs_region or record.region is not None, (
+        assert not record.needs_region or record.region is not None or record.is_lent, (
             f"{record.request_id} cannot read its host pages"
         )
     _check_slots(coordinator)

@@ -36,6 +36,8 @@ class PageCounters:
     deduplicated: int = 0  # pages found on the other tier when they were to be copied there
     host_hits: int = 0  # pages of prefix hits that only the host had
     device_hits: int = 0
+    imported: int = 0  # pages that came from another engine, to either tier
+    lent: int = 0  # pages of ended requests that another engine was offered
 
 
 class PageLeases:
@@ -128,15 +130,19 @@ class PageLeases:
             return True
         if self._host_pool.get_num_free_blocks() == 0 or any(b.block_id in self._copying for b in blocks):
             return False
-        host = self.extents.take(
-            record, self._source.host_block(record.request_id, page - 1), record.num_pages_left(page)
-        )
-        self._source.hold(record.request_id, page, host)
+        host = self.take_host_block(record, page)
         record.pages.advance(page, Event.SPILL)
         transfer.spills.append(PageCopy(record, page, blocks, host))
         self._copying.update((b.block_id, transfer.transfer_id) for b in blocks)
         self.counters.spilled += 1
         return True
+
+    def take_host_block(self, record: Record, page: int) -> KVCacheBlock:
+        """Lease a host block for a page that has none. The caller has checked the pool."""
+        previous = self._source.host_block(record.request_id, page - 1)
+        host = self.extents.take(record, previous, record.num_pages_left(page))
+        self._source.hold(record.request_id, page, host)
+        return host
 
     def unpin(self, record: Record, page: int) -> None:
         """Give a page's device lease back; its rows stay readable until the pool reuses one of its blocks."""
@@ -208,7 +214,7 @@ class PageLeases:
             if device is Device.LOOSE:
                 self._disown(record, page)
                 self._clear(record, page)
-            elif device is Device.ARRIVING or (device is Device.LEASED and host is not Host.NONE):
+            elif device in (Device.ARRIVING, Device.LEASED) and host is not Host.NONE:
                 self.order.release(self.device_blocks(record, page), self._on_reuse)
                 self._clear(record, page)
         return kept

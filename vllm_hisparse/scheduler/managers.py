@@ -56,13 +56,20 @@ class SourceManager(FullAttentionManager):
         request_id: str,
         num_tokens: int,
         new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
         *args: Any,
         **kwargs: Any,
     ) -> int:
-        """Device blocks only: hits that leave the free queue when touched, and the region of a hit that needs
-        one.
+        """Device blocks only: hits that leave the free queue when touched, and the region of a hit or an
+        import that needs one.
         """
-        return self.coordinator.num_blocks_for_hit(new_computed_blocks)
+        landing = (
+            self.coordinator.imports.host_pages(request_id, len(new_computed_blocks), total_computed_tokens)
+            if num_local_computed_tokens < total_computed_tokens
+            else ()
+        )
+        return self.coordinator.num_blocks_to_start(new_computed_blocks, landing)
 
     def add_local_computed_blocks(
         self,
@@ -87,10 +94,17 @@ class SourceManager(FullAttentionManager):
         num_external_computed_tokens: int,
         record_for_zeroing: bool = True,
     ) -> None:
-        """External tokens land on the device, where this makes room; a host block is taken when they are
-        written back.
+        """Make room for tokens that a connector loads.
+
+        Those of an import land where `landing.py` says; any others on the device, and a host block is taken
+        when they are written back.
         """
-        self.coordinator.make_room(request_id, num_local_computed_tokens + num_external_computed_tokens)
+        num_tokens = num_local_computed_tokens + num_external_computed_tokens
+        if request_id in self.coordinator.imports:
+            self.num_cached_block.setdefault(request_id, 0)
+            self.coordinator.land(request_id, num_local_computed_tokens, num_tokens)
+        else:
+            self.coordinator.make_room(request_id, num_tokens)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -132,8 +146,9 @@ class SourceManager(FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Host leases of written pages. Those of copies in flight stay with their transfer."""
         keep = self.coordinator.drop(request_id)
-        blocks = super().pop_blocks_for_free(request_id)
-        return [b for page, b in enumerate(blocks) if page not in keep and not b.is_null]
+        row = list(self.req_to_blocks.get(request_id, ()))
+        super().pop_blocks_for_free(request_id)  # from 0.33 on without the row's leading null blocks
+        return [b for page, b in enumerate(row) if page not in keep and not b.is_null]
 
 
 class ResidentManager(SingleTypeKVCacheManager):
@@ -180,7 +195,7 @@ class ResidentManager(SingleTypeKVCacheManager):
             have = len(self.req_to_blocks[request_id])
         else:
             have = self.coordinator.num_hit_pages
-        need = max(cdiv(num_tokens, self.block_size) - have, 0)
+        need = max(cdiv(num_tokens, self.block_size) - have, 0) - self.coordinator.num_landing
         if apply_admission_cap:
             need = self.coordinator.cap_admission(request_id, need)
         num_parts = self.coordinator.layout.num_parts
@@ -201,8 +216,17 @@ class ResidentManager(SingleTypeKVCacheManager):
         num_external_computed_tokens: int,
         record_for_zeroing: bool = True,
     ) -> None:
-        """Blocks for tokens that an external connector loads."""
-        self.allocate_new_blocks(request_id, num_local_computed_tokens + num_external_computed_tokens, 0)
+        """Blocks for tokens that an external connector loads, where they land on the device."""
+        num_tokens = num_local_computed_tokens + num_external_computed_tokens
+        if request_id not in self.coordinator.imports:
+            self.allocate_new_blocks(request_id, num_tokens, 0)
+            return
+        self.num_cached_block.setdefault(request_id, 0)
+        row = self.req_to_blocks[request_id]
+        on_host = set(self.coordinator.imports[request_id].host_pages)
+        pages = range(len(row), cdiv(num_tokens, self.block_size))
+        taken = iter(self.block_pool.get_new_blocks(len(pages) - len(on_host)))
+        row.extend(self._null_block if page in on_host else next(taken) for page in pages)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int

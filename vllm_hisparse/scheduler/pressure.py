@@ -95,7 +95,7 @@ class Pressure:
         spills = [copy for transfer in enqueued for copy in transfer.spills]
         restores = [copy for transfer in completed for copy in transfer.restores]
         for copy in (*spills, *restores):
-            if copy.record.alive:
+            if copy.record.alive and not copy.record.is_lent:
                 self.note_clean(copy.record)
         for copy in [c for t in completed if t.has_failed for c in t.spills if c.record.alive]:
             copy.record.next_spill = min(copy.record.next_spill, copy.page)
@@ -105,7 +105,7 @@ class Pressure:
         """A running request cannot be given blocks. Returns whether this step's message can change that."""
         gaining = [r for r in self._coordinator.records.values() if self._gains_by_copying(r)]
         self._unsealed.update(dict.fromkeys(gaining))  # their last page may be sealed without having grown
-        self._is_short = bool(gaining) or self._coordinator.regions.num_excess_blocks > 0
+        self._is_short = bool(gaining) or self.regions.can_shrink()
         return self._is_short
 
     def note_region(self, record: Record) -> None:
@@ -191,6 +191,8 @@ class Pressure:
     def _gains_by_copying(self, record: Record) -> bool:
         """Whether copies, planned or possible, would let the record give up more than its region takes."""
         coordinator = self._coordinator
+        if record.is_parked:
+            return False
         num_pages = record.pages.count(PageState.SPILLING)
         if coordinator.host_pool.get_num_free_blocks() > 0 or len(coordinator.ledger) > 0:
             written = record.num_written(coordinator.num_reprefillable)
@@ -253,7 +255,7 @@ class Pressure:
 
     def _materialise(self) -> None:
         budget = MAX_SPILLED_PAGES
-        for record in [r for r in self._unsealed if r not in self._fresh]:
+        for record in [r for r in self._unsealed if r not in self._fresh and not r.is_parked]:
             sealed = record.num_sealed(self._coordinator.num_reprefillable)
             while budget and record.next_spill < sealed:
                 page = record.next_spill
@@ -274,6 +276,9 @@ class Pressure:
         for record in list(self.regions.held):
             if record.region is None:
                 del self.regions.held[record]
+                continue
+            if record.is_importing:  # vLLM publishes its pages when it is scheduled
+                needed = 0
                 continue
             away = record.pages.count(PageState.HOST, PageState.LOOSE, PageState.DRAINING)
             if self._order.num_spare() < self.high + away * self._parts:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from vllm.v1.request import Request
 
 from .regions import Region
-from .residency import RECLAIMED, PageTable
+from .residency import RECLAIMED, SETTLED, UNPINNABLE, PageState, PageTable
 
 __all__ = ["Record"]
 
@@ -25,6 +25,8 @@ class Record:
     hot_pages: tuple[int, ...] = ()  # pages that its selections touch most, lately, hottest first
     num_slots: int = 0  # tokens that its blocks hold in every group; kept by `SteadySlots`
     next_publication: int = 0  # tokens that are known when vLLM has to look for pages to publish again
+    is_importing: bool = False  # its pages are on their way from another engine, until it is scheduled
+    is_lent: bool = False  # it has ended, and another engine reads its pages
     alive: bool = True  # False once the request's blocks are gone; transfers may still refer to the record
 
     @property
@@ -41,6 +43,19 @@ class Record:
     def has_backed(self) -> bool:
         """Whether it has a region, or a page that the device can give up for one."""
         return self.region is not None or self.pages.num_unpinnable > 0
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether another engine writes or reads its pages now, so that none of them may be moved."""
+        return self.is_importing or self.is_lent
+
+    @property
+    def unpinnable(self) -> frozenset[PageState]:
+        """States of pages whose device lease may go back. Pages that another engine is going to read have to
+        be whole on some tier when the request ends.
+        """
+        params = self.request.kv_transfer_params
+        return SETTLED if params and params.get("do_remote_decode") else UNPINNABLE
 
     def num_sealed(self, num_reprefillable: int) -> int:
         """Pages that no step writes again: full, and written by steps whose output has been processed.

@@ -37,6 +37,7 @@ class Host(Enum):
     NONE = "none"
     PENDING = "pending"  # copy on its way; not to be published yet
     VALID = "valid"
+    ARRIVING = "arriving"  # leased by the request, its contents still on the way from another engine
 
 
 class PageState(IntEnum):
@@ -51,6 +52,8 @@ class PageState(IntEnum):
     LOOSE = 6
     HOST = 7
     RESTORING = 8
+    IMPORTING = 9
+    IMPORTING_HOST = 10
 
 
 STATES: dict[PageState, tuple[Device, Host, str]] = {
@@ -79,6 +82,16 @@ STATES: dict[PageState, tuple[Device, Host, str]] = {
         Host.VALID,
         "a copy back to the device is running; still read from the host",
     ),
+    PageState.IMPORTING: (
+        Device.ARRIVING,
+        Host.NONE,
+        "on its way from the engine that prefilled it; nothing reads it yet",
+    ),
+    PageState.IMPORTING_HOST: (
+        Device.GONE,
+        Host.ARRIVING,
+        "the same, landing in the host pool",
+    ),
 }
 
 
@@ -95,6 +108,7 @@ class Event(Enum):
     EVICT = "evict"
     RESTORE = "restore"
     DEDUPLICATE = "deduplicate"
+    IMPORTED = "imported"
 
 
 EVENTS: dict[Event, str] = {
@@ -108,6 +122,7 @@ EVENTS: dict[Event, str] = {
     Event.EVICT: "the device lease goes back with the copy there (option `always_host`)",
     Event.RESTORE: "device blocks are leased and the copy goes into the next message",
     Event.DEDUPLICATE: "the other tier has the page too, published by another request",
+    Event.IMPORTED: "every rank has the page from the engine that prefilled it",
 }
 
 TRANSITIONS: dict[tuple[PageState, Event], PageState] = {
@@ -129,11 +144,16 @@ TRANSITIONS: dict[tuple[PageState, Event], PageState] = {
     (PageState.HOST, Event.DEDUPLICATE): PageState.CLEAN,
     (PageState.RESTORING, Event.COMPLETED): PageState.CLEAN,
     (PageState.RESTORING, Event.FAILED): PageState.HOST,
+    (PageState.IMPORTING, Event.IMPORTED): PageState.DIRTY,
+    (PageState.IMPORTING_HOST, Event.IMPORTED): PageState.HOST,
 }
 
 _BY_VALUE = tuple(PageState)  # faster than calling the class
 ON_DEVICE = frozenset(s for s, (device, _, _) in STATES.items() if device in (Device.LEASED, Device.LOOSE))
 UNPINNABLE = frozenset(s for s, e in TRANSITIONS if e is Event.UNPIN)
+SETTLED = frozenset(s for s in UNPINNABLE if STATES[s][1] is Host.VALID)  # of these, with a written host copy
+# What a request that reads the page needs a hot region for. A page on its way to the device is not read.
+HOST_ONLY = frozenset(s for s, (_, host, _) in STATES.items() if host is not Host.NONE) - ON_DEVICE
 RECLAIMED = frozenset(s for s, (device, _, _) in STATES.items() if device is Device.LOOSE)
 
 
@@ -209,7 +229,7 @@ class PageTable:
     @property
     def num_host_only(self) -> int:
         """Pages that can only be read from the host."""
-        return len(self._states) - self.count(*ON_DEVICE)
+        return self.count(*HOST_ONLY)
 
     def pages_in(self, *states: PageState) -> list[int]:
         """Page numbers in any of `states`, ascending.

@@ -59,6 +59,7 @@ class SchedulerSampler:
             "page_events": vars(coordinator.leases.counters),
             "host_evictions": {"": coordinator.host_pool.num_evictions},
             "region_events": vars(coordinator.regions.counters),
+            "imports": vars(coordinator.imports.counters),
             "watermark_crossings": coordinator.pressure.num_crossings,
             "waits_for_copies": {"": coordinator.num_waits},
         }

@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from .records import Record
-from .residency import UNPINNABLE
 
 if TYPE_CHECKING:
     from .coordinator import HiSparseCoordinator
@@ -76,7 +75,7 @@ class Victims:
 
     def _by_heat(self, members: Sharers) -> list[int]:
         """Pages of the first member that could go; the last is the coldest for all of them."""
-        pages = members[0].pages.pages_in(*UNPINNABLE)
+        pages = members[0].pages.pages_in(*members[0].unpinnable)
         heat: dict[int, int] = {}
         for record in members:
             for rank, page in enumerate(reversed(record.hot_pages), 1):
@@ -90,11 +89,11 @@ class Victims:
         ends the search, and a group changes where the number of leases does.
         """
         row = self._rows[record.request_id]
-        first = record.pages.first_in(*UNPINNABLE)
+        first = record.pages.first_in(*record.unpinnable)
         if first < 0 or row[first].ref_cnt == 1:
             return
         pages = []
-        for page in record.pages.pages_in(*UNPINNABLE):
+        for page in record.pages.pages_in(*record.unpinnable):
             if row[page].ref_cnt == 1:
                 break
             pages.append(page)
@@ -113,5 +112,7 @@ class Victims:
         return tuple(
             r
             for r in records
-            if page < len(r.pages) and r.pages[page] in UNPINNABLE and self._rows[r.request_id][page] is block
+            if page < len(r.pages)
+            and r.pages[page] in r.unpinnable
+            and self._rows[r.request_id][page] is block
         )

@@ -103,8 +103,8 @@ class InTreeCoordinator(HiSparseCoordinator):
         self.leases.order = VllmOrder(self.pool, kept_share=0)
         self.pressure = InTreePressure(self, self._window_pages)
 
-    def num_blocks_for_hit(self, blocks: Sequence[Any]) -> int:
-        num = super().num_blocks_for_hit(blocks)
+    def num_blocks_to_start(self, blocks: Sequence[Any], landing: Sequence[int]) -> int:
+        num = super().num_blocks_to_start(blocks, landing)
         if not blocks or self._hit.num_host_only:
             return num
         return num + (self.regions.num_blocks if self.regions.num_free_ids else self.pool.num_gpu_blocks)
@@ -119,7 +119,7 @@ class InTreeCoordinator(HiSparseCoordinator):
         record = self.records.get(request_id)
         return -self.regions.num_blocks if record is not None and self._gets_region(record) else 0
 
-    def make_room(self, request_id: str, num_tokens: int) -> None:
+    def make_room(self, request_id: str, num_tokens: int, num_landing: int = 0) -> None:
         record = self._record(request_id)
         if self._gets_region(record):
             self.grant_region(record)

@@ -16,7 +16,7 @@ import torch
 
 from vllm_hisparse.compat.install import check_version, install
 from vllm_hisparse.compat.ledger import LEDGER
-from vllm_hisparse.config import CONNECTOR, GIB, MIB
+from vllm_hisparse.config import CONNECTOR, GIB, MIB, NIXL_CONNECTOR
 from vllm_hisparse.planning.bounds import request_blocks
 from vllm_hisparse.planning.geometry import Shape, make_geometry
 from vllm_hisparse.planning.layout import LayerPlan
@@ -64,6 +64,8 @@ class EngineOptions:
     eager_host_mirror: bool = True
     always_host: bool = False
     kv_role: str = "kv_both"
+    nixl_role: str | None = None  # of a HiSparseNixlConnector beside
+    load_failure_policy: str = "recompute"
     num_drafts: int = 0
     drafts_by: str = "ngram"  # or "mtp", whose drafts need slots ahead
     policy: str = "fcfs"  # or "priority"
@@ -93,7 +95,8 @@ def make_vllm_config(options: EngineOptions, directory: Path) -> Any:
     from vllm.config.attention import HiSparseConfig
 
     install()
-    model = TinyModel(index_pattern="FSF", index_topk=options.top_k)
+    longest = max(options.max_model_len, TinyModel.max_position_embeddings)
+    model = TinyModel(index_pattern="FSF", index_topk=options.top_k, max_position_embeddings=longest)
     (directory / "config.json").write_text(json.dumps(config(model)))
     scheduler = SchedulerConfig(
         max_num_batched_tokens=options.max_step_tokens,
@@ -140,7 +143,9 @@ def make_vllm_config(options: EngineOptions, directory: Path) -> Any:
             endpoint=f"ipc://{options.kv_events}/events",
             replay_endpoint=f"ipc://{options.kv_events}/replay",
         )
-    engine.kv_transfer_config = KVTransferConfig(**_connectors(options))
+    engine.kv_transfer_config = KVTransferConfig(
+        **_connectors(options), kv_load_failure_policy=options.load_failure_policy
+    )
     return engine
 
 
@@ -157,6 +162,9 @@ def _connectors(options: EngineOptions) -> dict[str, Any]:
             "always_host": options.always_host,
         },
     }
+    if options.nixl_role is not None:
+        nixl = {"kv_connector": NIXL_CONNECTOR, "kv_role": options.nixl_role}
+        return multi(hisparse, nixl) | {"kv_role": options.nixl_role}
     if not options.num_offload_chunks:
         return hisparse
     chunk_bytes = make_plan(options).indexer_share_bytes * options.num_parts * options.num_ranks

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
     from vllm_hisparse.connector import HiSparseConnector
+    from vllm_hisparse.peers.reader import Reader
     from vllm_hisparse.runtime.runtime import HiSparseRuntime
     from vllm_hisparse.scheduler.coordinator import HiSparseCoordinator
     from vllm_hisparse.scheduler.residency import PageState
@@ -121,6 +122,15 @@ class HiSparseEngine:
         return worker
 
     @property
+    def reader(self) -> Reader:
+        """What reads other engines' pages, of a consumer."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        reader = get_kv_transfer_group()._connectors[1].reader
+        assert reader is not None
+        return reader
+
+    @property
     def runtime(self) -> HiSparseRuntime:
         """The worker's pools, tables and resolvers."""
         return self.worker.runtime
@@ -169,11 +179,12 @@ class HiSparseEngine:
             if each_step is not None:
                 each_step()
 
-    def add(self, prompt: Prompt) -> str:
-        """Queue a request; returns its id."""
+    def add(self, prompt: Prompt, **extra_args: Any) -> str:
+        """Queue a request, with vLLM's `extra_args`; returns its id."""
         request_id = f"r{self._num_added}"
         self._num_added += 1
         params = engines.greedy(prompt.num_tokens)
+        params.extra_args = extra_args or None
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt.token_ids)}, params)
         return request_id
 

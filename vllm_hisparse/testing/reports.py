@@ -22,9 +22,15 @@ def step_metadata(output: Any) -> tuple[Any, ...]:
 
 
 def step_result(
-    sampled: dict[str, list[int]], reports: Sequence[Sequence[Any]], received: set[str]
+    sampled: dict[str, list[int]],
+    reports: Sequence[Sequence[Any]],
+    received: set[str],
+    failed: set[str],
+    sent: set[str],
 ) -> ModelRunnerOutput:
-    """A step's result from `reports`, [rank][connector], and requests whose loads have ended."""
+    """A step's result from `reports`, [rank][connector], and requests whose loads have ended, of these the
+    failed ones, and whose pages another engine has read.
+    """
     columns = [_aggregate(column) for column in zip(*reports, strict=True)]
     is_empty = all(column is None for column in columns)
     meta = columns[0] if len(columns) == 1 else MultiKVConnectorWorkerMetadata(tuple(columns))
@@ -33,7 +39,10 @@ def step_result(
         req_id_to_index={request_id: index for index, request_id in enumerate(sampled)},
         sampled_token_ids=[list(tokens) for tokens in sampled.values()],
         kv_connector_output=KVConnectorOutput(
-            kv_connector_worker_meta=None if is_empty else meta, finished_recving=received or None
+            kv_connector_worker_meta=None if is_empty else meta,
+            finished_recving=received or None,
+            failed_recving=failed,
+            finished_sending=sent or None,
         ),
     )
 

@@ -20,6 +20,7 @@ from vllm_hisparse.scheduler.coordinator import HiSparseCoordinator
 from vllm_hisparse.scheduler.integrity import check
 from vllm_hisparse.scheduler.records import Record
 
+from .borrowing import Borrowing
 from .engine_config import EngineOptions, build_scheduler, make_kv_cache_config, make_vllm_config
 from .harness import leaves
 from .model_runner import VOCABULARY, WorkerRequest, sample, verify
@@ -59,6 +60,9 @@ class SchedulerRig:
         self.scheduler, self.hasher = build_scheduler(self.config, kv_cache_config)
         ours, *others = leaves(self.scheduler.connector)
         self.coordinator: HiSparseCoordinator = ours.coordinator
+        self.borrowing = Borrowing(options.page_tokens) if options.nixl_role == "kv_consumer" else None
+        if options.nixl_role is not None:
+            others.clear()
         indexer_tokens = options.page_tokens * options.indexer_pages
         self.ranks = [
             Rank(number, options.page_tokens, options.num_parts, indexer_tokens, timing)
@@ -73,6 +77,8 @@ class SchedulerRig:
         self.in_flight: deque[tuple[Any, Any]] = deque()
         self.messages: list[StepMessage] = []
         self.outputs: dict[str, list[int]] = {}
+        self.lent: dict[str, dict[str, Any]] = {}  # requests that have ended -> what another engine is told
+        self.read: set[str] = set()  # of these, those that it has read since the last step
         self.num_refused = 0
         self.num_resets = 0
         self.num_lost_reports = 0
@@ -90,15 +96,28 @@ class SchedulerRig:
 
     # ---- what a client does
 
-    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, *, priority: int = 0) -> Any:
-        """A request arrives."""
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        transfer: dict[str, Any] | None = None,
+        *,
+        priority: int = 0,
+    ) -> Any:
+        """A request arrives, with `kv_transfer_params` if another engine has a part in it."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=None if transfer is None else {"kv_transfer_params": transfer},
+            ),
             pooling_params=None,
             block_hasher=self.hasher,
             priority=priority,
@@ -159,14 +178,21 @@ class SchedulerRig:
         meta, *others = step_metadata(output)
         assert isinstance(meta, HiSparseMetadata)
         message = decode(meta.payload)
+        nixl = others.pop() if self.options.nixl_role is not None else None
         self.messages.append(message)
+        if self.borrowing is not None and nixl is not None:
+            self.borrowing.accept(nixl.payload, self.ranks)
         self.check()
         spans, sampled = self._run_model(output)
         counts = list(zip(self.ranks, num_completed or [ALL] * len(self.ranks), strict=True))
         self._order.shuffle(counts)  # ranks that share a pool need no particular one
         reports = [self._execute(rank, count, message, spans, *deepcopy(others)) for rank, count in counts]
-        received = [request_id for side in self.offloading for request_id in side.take_received()]
-        self.in_flight.append((output, step_result(sampled, reports, set(received))))
+        received = {request_id for side in self.offloading for request_id in side.take_received()}
+        failed: set[str] = set()
+        if self.borrowing is not None:
+            received, failed = self.borrowing.take_ended()
+        sent, self.read = self.read, set()
+        self.in_flight.append((output, step_result(sampled, reports, received, failed, sent)))
         return message
 
     def _schedule(self) -> Any:
@@ -198,7 +224,8 @@ class SchedulerRig:
             self.acks.append(ack)
             self.num_lost_reports += rank.is_silent
         ours = None if ack is None or rank.is_silent else HiSparseWorkerMetadata(ack)
-        return [ours, *(side.end(rank.number, meta, count) for side, meta in sides)]
+        nixl = [] if self.options.nixl_role is None else [None]
+        return [ours, *(side.end(rank.number, meta, count) for side, meta in sides), *nixl]
 
     def collect(self) -> None:
         """Process the oldest step's output."""
@@ -206,6 +233,8 @@ class SchedulerRig:
         for outputs in self.scheduler.update_from_output(output, result).values():
             for item in outputs.outputs:
                 self.outputs[item.request_id] += item.new_token_ids
+                if item.kv_transfer_params is not None:
+                    self.lent[item.request_id] = item.kv_transfer_params
         if self.options.num_drafts and not self.options.async_scheduling:
             self._propose(list(output.num_scheduled_tokens))
         self.check()
@@ -215,6 +244,8 @@ class SchedulerRig:
         for _ in range(max_steps):
             if not (self.scheduler.has_requests() or self.in_flight):
                 break
+            if self.borrowing is not None:
+                self.borrowing.deliver_all(self.ranks, self.prompt_digests)
             self.step()
         assert not self.scheduler.has_requests(), f"no end after {max_steps} steps"
         self.check()
@@ -289,6 +320,16 @@ class SchedulerRig:
 
         drafts = [[0] * self.options.num_drafts for _ in request_ids]
         self.scheduler.update_draft_token_ids(DraftTokenIds(request_ids, drafts))
+
+    def prompt_digests(self, request_id: str) -> list[int]:
+        """What the rows of a request's tokens hold so far."""
+        tokens = list(self.scheduler.requests[request_id].all_token_ids)
+        return WorkerRequest(tokens, 0, [], self.num_resets).context([], len(tokens))
+
+    def deliver(self, request_id: str, failed: bool = False) -> None:
+        """The transfer of an import ends with the next step: with every page written, or as a failure."""
+        assert self.borrowing is not None
+        self.borrowing.deliver(request_id, self.ranks, self.prompt_digests, failed)
 
     def _watched_adopt(self, request_id: str, blocks: Any) -> None:
         self._adopt(request_id, blocks)

@@ -25,6 +25,11 @@ class CopyQueue(Protocol):
     def take_completed(self) -> list[int]:
         """Transfers whose copies have ended since the last call, in the order of `submit`. Never blocks."""
 
+    def fence(self) -> Callable[[], bool]:
+        """A question that never blocks: whether everything has ended that was submitted until now, here and
+        to the compute stream.
+        """
+
 
 class InlineCopies:
     """Copies on the calling thread, done when `submit` returns: the CPU's queue."""
@@ -44,6 +49,10 @@ class InlineCopies:
         """Everything submitted since the last call."""
         completed, self._completed = self._completed, []
         return completed
+
+    def fence(self) -> Callable[[], bool]:
+        """Everything has ended."""
+        return lambda: True
 
 
 class StreamCopies:
@@ -77,3 +86,10 @@ class StreamCopies:
         while self._pending and self._pending[0][1].query():
             completed.append(self._pending.popleft()[0])
         return completed
+
+    def fence(self) -> Callable[[], bool]:
+        """An event behind both streams."""
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        reached = torch.Event(self._device)
+        reached.record(self._stream)
+        return reached.query

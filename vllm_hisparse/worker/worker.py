@@ -30,6 +30,7 @@ class HiSparseWorker:
         parallelism).
         """
         self.runtime = runtime
+        runtime.fence = copies.fence
         self._rank = rank
         self._copies = copies
         self._has_dummy_steps = has_dummy_steps

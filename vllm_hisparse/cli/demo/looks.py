@@ -47,6 +47,8 @@ _OF_PAGE = {
     (Device.GONE, Host.PENDING): HOST_ONLY,
     (Device.GONE, Host.VALID): HOST_ONLY,
     (Device.ARRIVING, Host.VALID): CELLS[CellKind.ARRIVING],
+    (Device.ARRIVING, Host.NONE): CELLS[CellKind.ARRIVING],
+    (Device.GONE, Host.ARRIVING): HOST_ONLY,
 }
 PAGES = {state.name.lower(): _OF_PAGE[STATES[state][:2]] for state in PageState}  # by a page's state
 
