@@ -89,6 +89,8 @@ class HiSparseNixlConnector(KVConnectorBase_V1, SupportsHMA):
 
         managers = kv_cache_manager.coordinator.single_type_managers
         self._coordinator = next(m for m in managers if isinstance(m, SourceManager)).coordinator
+        if self._is_producer:
+            _check_lendable(self._coordinator.layout)
         self._nixl = self._make_nixl(KVConnectorRole.SCHEDULER, self._coordinator.layout)
         if not self._is_producer:
             self._borrower = Borrower(self._coordinator)
@@ -264,3 +266,13 @@ class HiSparseNixlConnector(KVConnectorBase_V1, SupportsHMA):
             self.reader.close()
         if self._nixl is not None:
             self._nixl.shutdown()
+
+
+def _check_lendable(layout: Layout) -> None:
+    """Raises ValueError for a model whose pages consumers have been seen to read wrongly."""
+    if any(len(names) > 1 for names in layout.index_groups):
+        raise user_error(
+            got="a producer with HiSparse and a model whose layers share selections",
+            need="vLLM's NixlConnector without HiSparse on the prefill side",
+            because="consumers have read such a producer's pages wrongly, for a reason not found yet",
+        )

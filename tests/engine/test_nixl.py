@@ -15,7 +15,7 @@ from tests.engine.pd import PLAIN, RemoteProducer, producer, with_nixl
 from tests.engine.workload import ENGINE_ARGS, ModelPath, Reference, differences, prompts
 from vllm_hisparse.scheduler.landing import Landing
 from vllm_hisparse.testing.harness import HiSparseEngine, Prompt, hisparse, hisparse_engine
-from vllm_hisparse.testing.models import SEPARATE
+from vllm_hisparse.testing.models import SEPARATE, SHARED
 
 pytest.importorskip("nixl")
 pytestmark = pytest.mark.engine
@@ -177,6 +177,15 @@ def test_a_producer_with_hisparse(
             check(engine, pair, ids, requests)
             assert remote.ask({"pages": True})["spilled"] > 0
             assert engine.coordinator.imports.counters.arrived == len(requests)
+
+
+def test_a_producer_that_shares_selections_is_refused(model_path: ModelPath) -> None:
+    options: dict[str, Any] = {"num_gpu_blocks_override": 60, "kv_transfer_config": TIGHT_LENDER}
+    with (
+        pytest.raises(ValueError, match="share selections; need vLLM's NixlConnector without HiSparse"),
+        hisparse_engine(model_path(SHARED), dtype="bfloat16", **options, **ENGINE_ARGS),
+    ):
+        pass
 
 
 def test_an_unread_prompt_is_given_up(model_path: ModelPath, tmp_path: Path) -> None:
