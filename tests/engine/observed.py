@@ -301,6 +301,7 @@ class Watcher:
             "transfers_in_flight": {"": len(self._pending)},
             "page_events": dict(self.events),
             "host_evictions": {"": self.host_evictions},
+            "imports": {},  # no other engine computes prompts for this one
             "region_events": dict(self.region_events),
             "watermark_crossings": dict(self.crossings),
             "waits_for_copies": {"": self.waits},

@@ -80,6 +80,7 @@ class SchedulerRig:
         self.lent: dict[str, dict[str, Any]] = {}  # requests that have ended -> what another engine is told
         self.read: set[str] = set()  # of these, those that it has read since the last step
         self.num_refused = 0
+        self._reset_at = -1  # steps by the last reset of offloaded keys
         self.num_resets = 0
         self.num_lost_reports = 0
         self.acks: list[Acknowledgement] = []  # all that were sent, arrived or not
@@ -144,7 +145,11 @@ class SchedulerRig:
 
         From then on content of the old weights is wrong.
         """
-        done = bool(self.scheduler.reset_prefix_cache(running, reset_connector=bool(self.offloading)))
+        # Twice without a step in between fails in vLLM's OffloadingConnector; once is enough for its keys.
+        offloaded = bool(self.offloading) and self._reset_at != len(self.messages)
+        if offloaded:
+            self._reset_at = len(self.messages)
+        done = bool(self.scheduler.reset_prefix_cache(running, reset_connector=offloaded))
         self.num_resets += done
         self.check()
         return done
