@@ -194,7 +194,8 @@ def test_pages_that_leave_and_return(model_path: ModelPath, monkeypatch: pytest.
     # A request that runs has the page on the device that it writes: None ends as it is scheduled. Copies that
     # fail: test_faults.py. Pages from other engines: test_nixl.py, scheduler/test_imports.py.
     only_elsewhere = {("page_events", "evicted"), ("page_events", "failed"), ("requests", "none")}
-    only_elsewhere |= {("page_events", "imported"), ("pages", "importing"), ("pages", "importing_host")}
+    only_elsewhere |= {("page_events", event) for event in ("imported", "lent")}
+    only_elsewhere |= {("pages", state) for state in ("importing", "importing_host")}
     only_elsewhere |= {("imports", value) for value in METRIC["imports"].values}
     assert not_seen == {*((name, "0") for name in FAULTS), *only_elsewhere}
 
