@@ -127,13 +127,7 @@ class NixlOptions:
 def nixl_options(extra: Mapping[str, Any]) -> NixlOptions:
     """Of its `kv_connector_extra_config`. Raises ValueError for unknown or impossible ones."""
     known = {"import_timeout_s": float, "kv_lease_duration": int}
-    unknown = sorted(set(extra) - set(known))
-    if unknown:
-        raise user_error(
-            got=f"unknown options {unknown} for {NIXL_CONNECTOR}",
-            need=f"keys among {sorted(known)}",
-            because="a misspelt option would be ignored silently",
-        )
+    _refuse_unknown(extra, known, NIXL_CONNECTOR)
     options = NixlOptions(**{key: _typed(key, value, known[key]) for key, value in extra.items()})
     if options.import_timeout_s <= 0 or options.kv_lease_duration < 6:
         raise user_error(
@@ -186,19 +180,23 @@ def connector_entry(vllm_config: Any) -> Mapping[str, Any]:
 
 def read_options(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Typed options with defaults. Raises ValueError for unknown keys, wrong types and impossible values."""
-    unknown = sorted(set(extra) - set(_OPTIONS))
-    if unknown:
-        raise user_error(
-            got=f"unknown options {unknown} for {CONNECTOR}",
-            need=f"keys among {sorted(_OPTIONS)}",
-            because="a misspelt option would be ignored silently",
-        )
+    _refuse_unknown(extra, _OPTIONS, CONNECTOR)
     options = {
         key: default if extra.get(key) is None else _typed(key, extra[key], kind)
         for key, (kind, default) in _OPTIONS.items()
     }
     _check_options(options)
     return options
+
+
+def _refuse_unknown(extra: Mapping[str, Any], known: Mapping[str, Any], connector: str) -> None:
+    unknown = sorted(set(extra) - set(known))
+    if unknown:
+        raise user_error(
+            got=f"unknown options {unknown} for {connector}",
+            need=f"keys among {sorted(known)}",
+            because="a misspelt option would be ignored silently",
+        )
 
 
 def _typed(key: str, value: Any, kind: type) -> Any:

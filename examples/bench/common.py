@@ -9,6 +9,8 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +160,9 @@ def environment(commit: str | None) -> dict[str, Any]:
         )
         commit = git.stdout.strip() or "unknown"
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
-    driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    if find_spec("vllm"):
+        versions["vllm"] = version("vllm")
+    driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     if shutil.which(driver[0]):
         versions["driver"] = subprocess.run(
             driver, capture_output=True, text=True, check=False

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common import environment, write_json
-from engine_worker import Run
+from engine_worker import Run, make_model
 from processes import run_engines
 
 PRESSURE: dict[str, Any] = {"kv_gib": 0.3, "low": 0.5, "high": 0.7}
@@ -121,8 +121,6 @@ def main() -> None:
         out = str(folder / (case.name.replace(" ", "-") + ".json"))
         runs[out] = replace(base, **{"impl": "ours", **case.ours, "out": out})
     for model in {run.model for run in runs.values()}:  # once, before several engines want it
-        from engine_worker import make_model
-
         make_model(replace(next(iter(references)), model=model))
     results = dict(zip(runs, run_engines(list(runs.values()), args.at_once, args.timeout_s), strict=True))
     rows = []

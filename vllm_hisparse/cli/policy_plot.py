@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import typer
+from .figures import plotting, save
 
 __all__ = ["Curve", "Panel", "draw"]
 
@@ -35,17 +35,7 @@ class Panel:
 
 def draw(panels: list[Panel], path: Path, log: bool) -> None:
     """Draw the panels side by side. Exits with a message if matplotlib is missing or the format unknown."""
-    try:
-        import matplotlib as mpl
-
-        mpl.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise typer.BadParameter(
-            "got no matplotlib; need it because --plot draws with it: pip install 'vllm-hisparse[plot]'"
-        ) from None
-    # Text as text, and the same file from the same figures.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hisparse", "font.size": 9}):
+    with plotting() as pyplot:
         size = (PANEL_INCHES[0] * len(panels), PANEL_INCHES[1])
         figure, axes = pyplot.subplots(
             1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained"
@@ -55,12 +45,7 @@ def draw(panels: list[Panel], path: Path, log: bool) -> None:
         axes[0][0].set_ylabel("misses a selected row, %")
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=LEGEND_COLUMNS)
-        try:
-            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-        finally:
-            pyplot.close(figure)
+        save(pyplot, figure, path)
 
 
 def _draw_panel(axis: object, panel: Panel, log: bool) -> None:

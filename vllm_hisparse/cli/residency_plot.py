@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import typer
+from .figures import plotting, save
 
 __all__ = ["draw"]
 
@@ -14,17 +14,8 @@ COLOURS = {"vllm": "#888888", "in-tree": "#c8553d", "in-tree-packed": "#e0a458",
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Decoding requests over time, one panel a number of sessions. Exits with a message if that fails."""
-    try:
-        import matplotlib as mpl
-
-        mpl.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise typer.BadParameter(
-            "got no matplotlib; need it because --plot draws with it: pip install matplotlib"
-        ) from None
     numbers = sorted({row["sessions"] for row in rows})
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hisparse", "font.size": 9}):
+    with plotting() as pyplot:
         figure, axes = pyplot.subplots(
             1, len(numbers), figsize=(4.4 * len(numbers), 3.6), squeeze=False, layout="constrained"
         )
@@ -37,9 +28,4 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             axis.grid(alpha=0.3)
             axis.legend(fontsize=7, loc="upper left")
         axes[0][0].set_ylabel("requests that decode")
-        try:
-            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-        finally:
-            pyplot.close(figure)
+        save(pyplot, figure, path)

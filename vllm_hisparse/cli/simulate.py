@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .figures import JsonFile, PlotFile
+
 if TYPE_CHECKING:
     from vllm_hisparse.traces import Trace
 
@@ -57,12 +59,8 @@ def policy_command(
     host_only: Annotated[
         bool, typer.Option("--host-only", help="Replay only what the recording engine had on the host alone.")
     ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, help="Write the figures to a file.")
-    ] = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", dir_okay=False, help="Draw them; .svg, .png or .pdf.")
-    ] = None,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
     log: Annotated[bool, typer.Option("--log", help="A logarithmic axis of the plot.")] = False,
 ) -> None:
     """Miss rates of replacement policies on selection traces, by size of the hot region."""

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from .figures import JsonFile, PlotFile
+
 if TYPE_CHECKING:
     from vllm_hisparse.simulation.residency import Outcome, Simulation
 
@@ -53,12 +55,8 @@ def residency_command(
         float, typer.Option(min=1, help="Tokens a second that prefill computes.")
     ] = 12_000.0,
     link_gbps: Annotated[float, typer.Option(min=1, help="Reads from the host, GB/s.")] = 48.0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, help="Write the figures to a file.")
-    ] = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", dir_okay=False, help="Draw them; .svg, .png or .pdf.")
-    ] = None,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
 ) -> None:
     """Decoding requests of GLM-5.2 on eight H200, agentic load. A simulation, see docs/simulation.md."""
     from vllm_hisparse.simulation.engine import EngineSize
