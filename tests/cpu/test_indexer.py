@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hisparse.cpu.indexer import insert_keys, read_keys, score, select
-from vllm_hisparse.cpu.kernels import FP8, quantize
+from vllm_hisparse.cpu.kernels.indexer import FP8, quantize
 
 DIM, BLOCK = 128, 64
 

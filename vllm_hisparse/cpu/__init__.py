@@ -7,7 +7,7 @@ Nothing here has an effect on another build of vLLM. This module imports neither
 | `platform.py` | platform class: sparse MLA admitted, HiSparse flag carried past the CUDA-only check |
 | `interpreter.py` | Model Runner V2's Triton kernels through Triton's interpreter |
 | `attention.py`, `indexer.py` | the two halves of sparse attention, in plain PyTorch |
-| `kernels.py` | stand-ins for kernels that the interpreter cannot run, or runs slowly |
+| `kernels/` | stand-ins for kernels that the interpreter cannot run, or runs slowly |
 | `rows.py`, `worker.py` | matrix products whose rows do not depend on the batch they are in |
 """
 

@@ -9,7 +9,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 
-from .kernels import FP8, quantize
+from .kernels.indexer import FP8, quantize
 
 KEY_EPS = 1e-4  # lower bound of a key's absolute maximum, as in vLLM's cache insertion
 SCALE_BYTES = 4

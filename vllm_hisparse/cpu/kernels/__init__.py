@@ -1,0 +1,67 @@
+"""Stand-ins for Triton kernels that the interpreter cannot run, or runs slowly.
+
+An interpreted program costs a millisecond, whatever it computes: some fifty calls of the language, each of
+them a chain of Python calls around one of NumPy's. A decode step launches about a hundred programs.
+
+A stand-in computes a whole launch. It has the parameters of the kernel it replaces, by the same names, or the
+first of them and `launch` for the rest, and gives the same bits; the tests compare it with the interpreted
+kernel. A kernel of another vLLM version that has other parameters stays with the interpreter.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import Any
+
+from vllm.logger import init_logger
+
+from . import blocks, indexer
+
+logger = init_logger("vllm.vllm_hisparse")
+
+_RUNNER = "vllm.v1.worker.gpu"
+
+STAND_INS: dict[str, Callable[..., None]] = {
+    "vllm.model_executor.layers.quantization.utils.fp8_utils._per_token_group_quant_fp8": (
+        indexer.quantize_groups
+    ),
+    "vllm.v1.attention.backends.mla.indexer.BuildPrefillChunkMetadataKernel.kernel": (
+        indexer.build_prefill_chunk_metadata
+    ),
+    f"{_RUNNER}.block_table._compute_slot_mappings_kernel": blocks.compute_slot_mappings,
+    f"{_RUNNER}.block_table._gather_block_tables_kernel": blocks.gather_block_tables,
+    f"{_RUNNER}.buffer_utils._apply_write_kernel": blocks.apply_write,
+}
+
+originals: dict[Callable[..., None], Any] = {}  # the kernel that each registered stand-in replaces
+
+
+def register() -> None:
+    """Routes vLLM's launches to the stand-ins. Idempotent: a second registration would only warn."""
+    if originals:
+        return
+    from vllm.triton_utils.dispatcher import register_kernels
+
+    accepted = {}
+    for name, stand_in in STAND_INS.items():
+        kernel = resolve_name(name)
+        if not takes(stand_in, kernel.arg_names):
+            logger.info("%s has other parameters than its stand-in: it is interpreted.", name)
+            continue
+        accepted[name] = stand_in
+        originals[stand_in] = kernel
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it looks at every attribute of every module
+        register_kernels(accepted)
+
+
+def takes(stand_in: Callable[..., None], names: list[str]) -> bool:
+    """Whether a kernel with parameters of these names can be launched as `stand_in`."""
+    parameters = inspect.signature(stand_in).parameters.values()
+    own = [parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+    if len(own) == len(parameters):
+        return own == names
+    return own == names[: len(own)]
