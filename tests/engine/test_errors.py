@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.workload import ENGINE_ARGS, ModelPath
+from tests.leftovers import globals_of_an_engine
 from vllm_hisparse.runtime.memory import Memory
 from vllm_hisparse.testing.engine import engine
 from vllm_hisparse.testing.harness import hisparse, multi
@@ -77,3 +78,21 @@ def test_model_without_an_indexer(model_path: ModelPath, tmp_path: Path) -> None
         engine(dense, kv_transfer_config=hisparse(), **ENGINE_ARGS),
     ):
         pass
+
+
+def test_an_engine_that_fails_to_start_leaves_nothing(
+    model_path: ModelPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Late, when its workers have a connector: one that the next engine finds would be the next one's."""
+
+    def fail(*args: Any) -> None:
+        raise ValueError("got no memory; need some because it is a test")
+
+    monkeypatch.setattr(Memory, "__init__", fail)
+    for _ in range(2):
+        with (
+            pytest.raises(ValueError, match="got no memory"),
+            engine(model_path(SEPARATE), kv_transfer_config=hisparse(), **ENGINE_ARGS),
+        ):
+            pass
+        assert globals_of_an_engine() == []

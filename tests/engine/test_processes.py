@@ -1,7 +1,6 @@
 """Engines in processes of their own: nothing is shared with the scheduler but messages."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from tests.engine.processes import environment
 from tests.engine.workload import ENGINE_ARGS, WORDS, ModelPath, Reference, differences
+from tests.leftovers import shared_memory
 from vllm_hisparse.metrics import METRICS
 from vllm_hisparse.runtime.host_sharing import NAME
 from vllm_hisparse.testing.engine import Completion
@@ -25,7 +25,6 @@ LIMIT_S = 280  # a hang is an error
 
 TIGHT = {"num_gpu_blocks_override": 24, "kv_transfer_config": hisparse(), **ENGINE_ARGS}
 SPILLED = "vllm:hisparse_spilled_bytes"
-VLLM_SHM = ("cpushm_0", "cpushm_1")
 TENSOR_PARALLEL = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
@@ -92,12 +91,12 @@ class TwoRanks(NamedTuple):
 
     plain: dict[str, Any]
     tight: dict[str, Any]
-    shm: set[str]  # files in /dev/shm that were not there before
+    shm: set[str]  # files in /dev/shm that were not there before, vLLM's own apart
 
 
 @pytest.fixture(scope="module")
 def two_ranks(model_path: ModelPath, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     model = model_path(SEPARATE)
     plain, tight = run_child(
         tmp_path_factory.mktemp("two-ranks"),
@@ -106,7 +105,7 @@ def two_ranks(model_path: ModelPath, tmp_path_factory: pytest.TempPathFactory) -
         VLLM_ENABLE_V1_MULTIPROCESSING="1",
         VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # functions for the workers
     )
-    return TwoRanks(plain, tight, set(os.listdir("/dev/shm")) - before)
+    return TwoRanks(plain, tight, shared_memory() - before)
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
@@ -130,8 +129,7 @@ def test_ranks_share_a_pool_that_dies_with_them(two_ranks: TwoRanks) -> None:
     assert len(mine) == 1 and mine == theirs
     assert two_ranks.tight["errors"] == ["EngineDeadError", "EngineDeadError"]
     assert [path for path in Path("/proc").glob("[0-9]*") if _has_mapped(path, mine[0])] == []
-    # What vLLM's CPU workers leave behind after any run of several ranks is theirs.
-    assert [name for name in two_ranks.shm if not name.endswith(VLLM_SHM)] == []
+    assert two_ranks.shm == set()
 
 
 def _has_mapped(process: Path, inode: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.leftovers import shared_memory
 from vllm_hisparse.runtime.host_sharing import NAME, map_shared
 
 NODES = ["a", "b", "a"]  # of three ranks
@@ -79,7 +80,8 @@ def _rank(rank: int, world_size: int, store: str, pipe: Connection, work: Callab
 
 def run(tmp_path: Path, work: Callable[[int, Any], Any]) -> list[Any]:
     """`work` on each rank's process; None for one that dies."""
-    context = get_context("fork")
+    context = get_context("forkserver")  # not "fork": earlier tests leave threads in this process
+    context.set_forkserver_preload([__name__])
     store = str(tmp_path / "store")
     ranks = []
     for rank in range(len(NODES)):
@@ -103,14 +105,14 @@ def run(tmp_path: Path, work: Callable[[int, Any], Any]) -> list[Any]:
 
 
 def test_ranks_of_a_node_share(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     results = run(tmp_path, shared)
     assert results == [
         (0, 2, 2 * SIZE, bytes([100, 102])),
         (0, 1, SIZE, bytes([101, 0])),
         (1, 2, 2 * SIZE, bytes([100, 102])),
     ]
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_memory() <= before
 
 
 @pytest.mark.parametrize("work", [without_memory, without_access])
@@ -121,8 +123,8 @@ def test_an_error_of_one_rank_is_everybodys(work: Callable[[int, Any], Any], tmp
 
 
 def test_a_killed_rank_leaves_nothing(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     died, *others = run(tmp_path, killed)
     assert died is None
     assert others == [(7, 1), (7, 1)]
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_memory() <= before

@@ -1,13 +1,13 @@
 """Rigs of vLLM's scheduler with our connector; see `vllm_hisparse/testing/scheduler.py`."""
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm_hisparse.testing.engine_config import EngineOptions
+from vllm_hisparse.testing.logs import only_errors
 from vllm_hisparse.testing.ranks import CopyTiming
 from vllm_hisparse.testing.scheduler import SchedulerRig
 
@@ -15,9 +15,10 @@ MakeRig = Callable[..., SchedulerRig]
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> None:
+def _quiet() -> Iterator[None]:
     """vLLM reports every scheduler that is built and every reset that fails."""
-    logging.getLogger("vllm").setLevel(logging.ERROR)
+    with only_errors():
+        yield
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Ranks that cannot make copies, or whose reports are lost, repeated or late. The rig compares content."""
 
-import logging
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ from vllm_hisparse.messages import StepMessage
 from vllm_hisparse.scheduler import transfers
 from vllm_hisparse.scheduler.residency import PageState, Residency
 from vllm_hisparse.scheduler.transfers import OVERDUE_STEPS
+from vllm_hisparse.testing.logs import errors_logged
 from vllm_hisparse.testing.scheduler import SchedulerRig
 
 POOL = {"num_device_blocks": 41, "low": 0.0, "high": 0.9, "num_ranks": 2}
@@ -167,9 +167,7 @@ def test_the_last_report_is_lost(make_rig: Any) -> None:
     rig.run()
 
 
-def test_nobody_waits_for_a_rank_that_never_answers(
-    make_rig: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_a_rank_that_never_answers(make_rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests grow in a pool too small for both. What its copies would free may never come, so one of
     them is preempted, and both end.
     """
@@ -181,13 +179,12 @@ def test_nobody_waits_for_a_rank_that_never_answers(
         step(rig)
         assert rig.scheduler.requests.keys() == {"a", "b"}, "they wait"
     assert not any(request.num_preemptions for request in rig.scheduler.requests.values())
-    caplog.set_level(logging.ERROR, "vllm")
-    logging.getLogger("vllm").propagate = True
     monkeypatch.setattr(transfers, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 60))
-    for _ in range(200):
-        step(rig)
+    with errors_logged() as errors:
+        for _ in range(200):
+            step(rig)
     assert set(rig.outputs) == {"a", "b"}
     assert [len(tokens) for tokens in rig.outputs.values()] == [50, 50]
-    assert [r for r in caplog.records if "completed by ranks [1] for 6" in r.message]
+    assert [error for error in errors if "completed by ranks [1] for 6" in error]
     rig.ranks[1].is_silent = False
     rig.run()

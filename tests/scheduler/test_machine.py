@@ -7,7 +7,7 @@ import logging
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_hisparse.testing.borrowing import transfer_params
 from vllm_hisparse.testing.engine_config import EngineOptions, make_vllm_config, minimum_device_blocks
+from vllm_hisparse.testing.logs import only_errors
 from vllm_hisparse.testing.model_runner import VOCABULARY
 from vllm_hisparse.testing.ranks import Rank
 from vllm_hisparse.testing.scheduler import ALL, SchedulerRig
@@ -306,11 +307,11 @@ def move(machine: Machine, chance: random.Random) -> None:
 
 
 @pytest.fixture
-def seen() -> Counter[str]:
+def seen() -> Iterator[Counter[str]]:
     """How often what has happened, in all machines of a test."""
-    logging.getLogger("vllm").setLevel(logging.CRITICAL)
     Machine.seen = Counter()
-    return Machine.seen
+    with only_errors(logging.CRITICAL):
+        yield Machine.seen
 
 
 def test_machine(seen: Counter[str]) -> None:

@@ -1,6 +1,5 @@
 """Every rank's progress, and what it adds up to."""
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +8,7 @@ from vllm_hisparse.messages import Acknowledgement, Progress
 from vllm_hisparse.scheduler import transfers
 from vllm_hisparse.scheduler.regions import Cut
 from vllm_hisparse.scheduler.transfers import OVERDUE_S, OVERDUE_STEPS, Transfer, TransferLedger
+from vllm_hisparse.testing.logs import errors_logged
 
 
 def submitted(ledger: TransferLedger) -> Transfer:
@@ -107,24 +107,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def test_a_rank_that_does_not_answer_is_named_once(
-    clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rank_that_does_not_answer_is_named_once(clock: SimpleNamespace) -> None:
     ledger = TransferLedger(num_ranks=3)
     submitted(ledger)
     ledger.acknowledge(report(1, 0, 0))
-    caplog.set_level(logging.ERROR, "vllm")
-    logging.getLogger("vllm").propagate = True
     clock.now = OVERDUE_S - 1
     for _ in range(OVERDUE_STEPS):
         ledger.note_step()
     assert not ledger.is_overdue
     clock.now = OVERDUE_S
-    for _ in range(3):
-        ledger.note_step()
+    with errors_logged() as errors:
+        for _ in range(3):
+            ledger.note_step()
     assert ledger.is_overdue
-    (record,) = caplog.records
-    assert "transfer 0 (0 pages to the host, 0 back) has not been completed by ranks [0, 2]" in record.message
+    (error,) = errors
+    assert "transfer 0 (0 pages to the host, 0 back) has not been completed by ranks [0, 2]" in error
     ledger.acknowledge(report(0, 0, 0).plus(report(2, 0, 0)))
     assert not ledger.is_overdue
 

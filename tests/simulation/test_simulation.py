@@ -1,6 +1,6 @@
 """The simulator's arithmetic by hand, and short runs of every policy."""
 
-import logging
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,6 +13,7 @@ from vllm_hisparse.simulation.load import AgenticLoad, Turn
 from vllm_hisparse.simulation.model import GLM_5_2, PAGE_TOKENS
 from vllm_hisparse.simulation.residency import POLICIES, Outcome, Simulation
 from vllm_hisparse.simulation.worker import ModelledRank
+from vllm_hisparse.testing.logs import only_errors
 
 HARDWARE = Hardware()
 # Two sessions of four do not fit the device as a whole; all of them fit with their pages on the host.
@@ -23,8 +24,9 @@ LOAD = AgenticLoad(
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> None:
-    logging.getLogger("vllm").setLevel(logging.ERROR)
+def _quiet() -> Iterator[None]:
+    with only_errors():
+        yield
 
 
 def test_glm() -> None:

@@ -63,6 +63,7 @@ def residency_command(
     from vllm_hisparse.simulation.hardware import Hardware
     from vllm_hisparse.simulation.load import AgenticLoad
     from vllm_hisparse.simulation.residency import POLICIES, Simulation
+    from vllm_hisparse.testing.logs import only_errors
 
     unknown = sorted(set(policy or ()) - set(POLICIES))
     if unknown:
@@ -73,11 +74,10 @@ def residency_command(
         raise typer.BadParameter(
             f"got warmup {warmup:g}; need less than {seconds:g} because nothing would be counted"
         )
-    _quiet()
     size = EngineSize(device_gib=device_gib, host_gib=host_gib)
     hardware = Hardware(prefill_tokens_per_s=prefill_rate, to_device_gbps=link_gbps)
     outcomes: list[tuple[int, Outcome]] = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with only_errors(), Progress(console=Console(stderr=True), transient=True) as progress:
         for number in sessions or [64]:
             for name in policy or POLICIES:
                 load = AgenticLoad(num_sessions=number, pause_s=pause)
@@ -94,14 +94,6 @@ def residency_command(
         from vllm_hisparse.cli.residency_plot import draw
 
         draw(rows, plot_file)
-
-
-def _quiet() -> None:
-    import logging
-
-    import vllm  # noqa: F401  (sets its loggers up)
-
-    logging.getLogger("vllm").setLevel(logging.ERROR)
 
 
 def _watch(simulation: Simulation, seconds: float, progress: Progress, title: str) -> None:

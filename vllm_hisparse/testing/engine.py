@@ -40,17 +40,25 @@ class Completion:
 
 @contextmanager
 def engine(model: Path, **options: Any) -> Iterator[LLM]:
-    """An LLM in this process, taken down on exit. `options` stand before `DEFAULTS`."""
+    """An LLM in this process, taken down on exit. `options` stand before `DEFAULTS`.
+
+    One that fails to start leaves nothing to the next either: vLLM's workers keep their connector and their
+    process groups in globals, and an engine that finds a connector there makes none of its own.
+    """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     with patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
-        llm = LLM(str(model), **{**DEFAULTS, **options})
+        llm = None
         try:
+            llm = LLM(str(model), **{**DEFAULTS, **options})
             yield llm
         finally:
-            llm.llm_engine.engine_core.shutdown()
-            del llm
+            if llm is not None:
+                llm.llm_engine.engine_core.shutdown()
+                del llm
+            ensure_kv_transfer_shutdown()
             cleanup_dist_env_and_memory()
 
 
