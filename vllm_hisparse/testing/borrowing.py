@@ -54,8 +54,8 @@ class Borrowing:
         self._ended: set[str] = set()
         self._failed: set[str] = set()
 
-    def accept(self, payload: bytes, ranks: Sequence[Rank]) -> None:
-        """A step's message; open transfers write."""
+    def accept(self, payload: bytes) -> None:
+        """A step's message."""
         message = msgspec.msgpack.decode(payload, type=PeerMessage) if payload else PeerMessage()
         for job in message.jobs:
             if job.keys:
@@ -64,9 +64,13 @@ class Borrowing:
                 self.released.append(job.request_id)
         self.cancelled |= set(message.cancelled)
         self.heartbeats += message.heartbeats
+
+    def write(self, rank: Rank) -> None:
+        """Open transfers write, on a rank that has been through HiSparse's message: they start once all has
+        ended that the device was given before (`CopyQueue.fence`), the copies it waits for among it.
+        """
         for job in self.jobs.values():
-            for rank in ranks:
-                _scribble(rank, job)
+            _scribble(rank, job)
 
     def deliver_all(self, ranks: Sequence[Rank], digests: Digests) -> None:
         """Every open transfer ends; those of requests that are gone as they are."""

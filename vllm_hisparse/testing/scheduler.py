@@ -186,7 +186,7 @@ class SchedulerRig:
         nixl = others.pop() if self.options.nixl_role is not None else None
         self.messages.append(message)
         if self.borrowing is not None and nixl is not None:
-            self.borrowing.accept(nixl.payload, self.ranks)
+            self.borrowing.accept(nixl.payload)
         self.check()
         spans, sampled = self._run_model(output)
         counts = list(zip(self.ranks, num_completed or [ALL] * len(self.ranks), strict=True))
@@ -219,6 +219,8 @@ class SchedulerRig:
         for side, meta in sides:
             side.begin(rank.number, meta)
         rank.apply(message)
+        if self.borrowing is not None:
+            self.borrowing.write(rank)
         for side, meta in sides:
             side.load(rank.number, meta)
         rank.forward(spans)
