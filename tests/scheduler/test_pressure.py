@@ -196,7 +196,7 @@ def test_a_page_on_its_way_can_be_taken_back(make_rig: Any) -> None:
     for _ in range(6):
         rig.step(0)
     record = rig.coordinator.records["a"]
-    rig.coordinator.pressure.reclaim(num_free(rig) + 2)
+    rig.coordinator.reclaimer.reclaim(num_free(rig) + 2)
     assert pages(rig, "a").count("DRAINING") == 4
     rig.coordinator.leases.repin(record, 15)
     assert pages(rig, "a")[15] == "ENQUEUED"

@@ -42,7 +42,7 @@ def reclaim(rig: SchedulerRig, num_blocks: int) -> int:
     """Ask for `num_blocks` more free blocks; how many there are then."""
     pool = rig.coordinator.pool
     before = pool.get_num_free_blocks()
-    rig.coordinator.pressure.reclaim(before + num_blocks)
+    rig.coordinator.reclaimer.reclaim(before + num_blocks)
     return int(pool.get_num_free_blocks() - before)
 
 
@@ -63,7 +63,7 @@ def test_who_has_a_region_goes_before(make_rig: Any) -> None:
 
 def test_what_only_pays_for_its_region_stays(make_rig: Any) -> None:
     rig = decoding(make_rig, a=2)
-    assert rig.coordinator.pressure.num_reclaimable(9, NO_HIT) == 0
+    assert rig.coordinator.reclaimer.num_reclaimable(9, NO_HIT) == 0
     assert reclaim(rig, 9) == 0
     assert num_away(rig, "a") == [0]
     assert record(rig, "a").region is None
@@ -74,7 +74,7 @@ def test_regions_that_can_be_named_bound_the_promise(make_rig: Any, num_ids: int
     rig = decoding(make_rig, a=6, b=12, c=9)
     coordinator = rig.coordinator
     del coordinator.regions._free_ids[num_ids:]
-    assert coordinator.pressure.num_reclaimable(100, NO_HIT) == freed
+    assert coordinator.reclaimer.num_reclaimable(100, NO_HIT) == freed
     assert reclaim(rig, 100) == freed
 
 
@@ -82,8 +82,8 @@ def test_regions_that_can_be_named_bound_the_promise(make_rig: Any, num_ids: int
 def test_a_hit_that_is_given_up_needs_a_region(make_rig: Any, num_ids: int, own: int) -> None:
     rig = decoding(make_rig, a=1)
     del rig.coordinator.regions._free_ids[num_ids:]
-    assert rig.coordinator.pressure.num_reclaimable(100, Hit(num_clean=7)) == own
-    assert rig.coordinator.pressure.num_reclaimable(100, Hit(num_clean=7, num_host_only=1)) == 7
+    assert rig.coordinator.reclaimer.num_reclaimable(100, Hit(num_clean=7)) == own
+    assert rig.coordinator.reclaimer.num_reclaimable(100, Hit(num_clean=7, num_host_only=1)) == 7
 
 
 def test_the_coldest_page_is_reused_first(make_rig: Any) -> None:
@@ -104,18 +104,18 @@ def test_nobody_is_asked_again_until_something_has_changed(
     """One region can be named. While a has it, b cannot give anything; a's end changes that."""
     rig = decoding(make_rig, a=12, b=9)
     coordinator = rig.coordinator
-    pressure = coordinator.pressure
+    reclaimer = coordinator.reclaimer
     del coordinator.regions._free_ids[1:]
     assert reclaim(rig, 100) == 10
     assert num_away(rig, "a", "b") == [12, 0]
     asked = []
-    victims = pressure.victims.in_order
-    monkeypatch.setattr(pressure.victims, "in_order", lambda: asked.append(1) or victims())
+    victims = reclaimer.victims.in_order
+    monkeypatch.setattr(reclaimer.victims, "in_order", lambda *args: asked.append(1) or victims(*args))
     assert reclaim(rig, 100) == 0
-    assert pressure.num_reclaimable(100, NO_HIT) == 0
+    assert reclaimer.num_reclaimable(100, NO_HIT) == 0
     assert asked == []
     coordinator.drop("a")
-    assert pressure.num_reclaimable(100, NO_HIT) == 7
+    assert reclaimer.num_reclaimable(100, NO_HIT) == 7
     assert reclaim(rig, 100) == 7
     assert num_away(rig, "b") == [9]
 
@@ -147,7 +147,7 @@ def test_shared_pages_go_if_all_sharers_can_read_them_from_the_host(
     rig = sharing(make_rig, num_parts)
     coordinator = rig.coordinator
     del coordinator.regions._free_ids[num_ids:]
-    assert coordinator.pressure.num_reclaimable(1000, NO_HIT) == freed * num_parts
+    assert coordinator.reclaimer.num_reclaimable(1000, NO_HIT) == freed * num_parts
     assert reclaim(rig, 1000) == freed * num_parts
 
 
@@ -174,7 +174,7 @@ def test_a_page_that_one_sharer_could_not_read_stays(make_rig: Any) -> None:
     pages = record(rig, "c").pages
     pages._states[:4] = bytes([PageState.DIRTY] * 4)
     pages._counts[PageState.CLEAN] -= 4
-    assert rig.coordinator.pressure.num_reclaimable(1000, NO_HIT) == 18
+    assert rig.coordinator.reclaimer.num_reclaimable(1000, NO_HIT) == 18
     assert reclaim(rig, 1000) == 18
     assert record(rig, "a").pages.pages_in(PageState.CLEAN) == [0, 1, 2, 3]
 

@@ -57,8 +57,14 @@ class Admission:
 
         A hit that `has_backed` pages has the region counted with it.
         """
-        cap = self._claim - (self._start if has_backed else 0)
+        cap = self.claim(has_backed)
         return num_pages if num_pages <= cap or num_pages - cap > num_free_host else cap
+
+    def claim(self, has_backed: bool) -> int:
+        """Pages that a request needs at any one time beyond its hit; the region counts as one of them, unless
+        a hit that `has_backed` pages counts it.
+        """
+        return self._claim - (self._start if has_backed else 0)
 
     def inspect(self, blocks: Sequence[KVCacheBlock], num_landing: int = 0) -> Hit:
         """What adopting a prefix hit would take, with `num_landing` more pages about to land on the host.

@@ -12,19 +12,21 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.messages import Acknowledgement, Binding, RegionWrite, StepMessage
 from vllm_hisparse.planning.layout import Layout
 
-from .admission import NO_HIT, Admission
+from .admission import Admission
+from .allocations import Allocations
 from .host_pool import HostPool
 from .integrity import check
 from .landing import Imports
 from .leases import PageLeases
 from .managers import ResidentManager, SourceManager
 from .pressure import Pressure
+from .reclaim import Reclaimer
 from .records import Record
 from .regions import RegionLeases
 from .residency import PageState, PageTable
@@ -49,8 +51,6 @@ class HiSparseCoordinator:
         (self.source,) = (m for m in managers if isinstance(m, SourceManager))
         self.resident = [m for m in managers if isinstance(m, ResidentManager)]
         self.on_device = [m for m in managers if m is not self.source]
-        others = [(m, 1) for m in self.on_device if m not in self.resident]
-        self._kinds = [(self.resident[0], len(self.resident)), *others]  # managers, groups they stand for
         self.pool = self.resident[0].block_pool
         self.layout = layout
         self.config = config
@@ -70,13 +70,13 @@ class HiSparseCoordinator:
         self._grown: dict[Record, None] = {}  # have pages that the workers do not know
         self._unbound: list[str] = []
         self._region_writes: dict[int, RegionWrite] = {}  # by slot: the last one of a step counts
-        self._hit = NO_HIT  # of the query in progress
-        self.num_landing = 0  # of the same: pages of an import that take no device blocks
         # For a step with drafts vLLM reserves blocks in every group; the source and indexer groups are two.
         has_drafts = config.verify_rows > 1
         self.num_reserved = (2 + layout.num_parts) * layout.tail_pages if has_drafts else 0
         self.admission = Admission(layout, self.leases, max_step_tokens, self.num_reserved)
         self.host_pool.num_admissible = self.admission.num_admissible
+        self.allocations = Allocations(self, self.admission)
+        self.reclaimer = Reclaimer(self)
         self.pressure = Pressure(self)
         self.imports = Imports(self)
         self.source.bind(self, self.host_pool)
@@ -84,65 +84,11 @@ class HiSparseCoordinator:
             manager.bind(self, part)
         self.host_pool.on_reset(self._release_for_reset)
 
-    # ---- what vLLM's managers ask
-
-    def num_blocks_to_start(self, blocks: Sequence[KVCacheBlock], landing: Sequence[int]) -> int:
-        """Device blocks that a request takes beside its pages: of the prefix hit `blocks`, those in the free
-        queue, and a region if pages of it or of an import (`landing`) are on the host. A pure query; more
-        than there are if the host has no room.
-        """
-        self._hit = self.admission.inspect(blocks, len(landing))
-        self.num_landing = len(landing)
-        if self.num_landing > self.host_pool.get_num_free_blocks() - self._hit.num_free_host:
-            return self.pool.num_gpu_blocks
-        if not self._hit.num_host_only:
-            return self._hit.num_evictable
-        region = self.regions.num_blocks if self.regions.num_free_ids else self.pool.num_gpu_blocks
-        return self._hit.num_evictable + region
-
-    @property
-    def num_hit_pages(self) -> int:
-        """Pages of the prefix hit of the query in progress, with those whose keys are external."""
-        return self._hit.num_pages
-
-    def cap_admission(self, request_id: str, num_pages: int) -> int:
-        """Pages that a request must find room for to be admitted: not all, if the host can take the rest.
-
-        One that waits for another connector's load holds its hit already.
-        """
-        record = self.records.get(request_id)
-        has_backed = self._hit.has_backed if record is None else record.has_backed
-        return self.admission.cap(num_pages, has_backed, self.host_pool.get_num_free_blocks())
-
-    def num_reclaimable(self, request_id: str, num_tokens: int) -> int:
-        """Device blocks that could be freed at once, as far as the request needs them. A pure query."""
-        upper_bound = self._num_missing(request_id, num_tokens) + len(self._hit.block_ids)
-        upper_bound -= self.num_landing * self.layout.num_parts
-        if upper_bound <= 0:
-            return 0
-        missing = upper_bound + self.regions.num_blocks - self.pool.get_num_free_blocks()
-        return self.pressure.num_reclaimable(missing, self._hit) if missing > 0 else 0
+    # ---- what vLLM's managers ask; how many blocks a request takes is `allocations.py`
 
     def make_room(self, request_id: str, num_tokens: int, num_landing: int = 0) -> None:
-        """Free what the groups are about to allocate, all pages but those that land on the host, and lease
-        the region of a request that starts on host-only pages.
-        """
-        record = self._record(request_id)
-        num_free = self._num_missing(request_id, num_tokens) - num_landing * self.layout.num_parts
-        wants_region = record.region is None and record.needs_region
-        if wants_region:
-            num_free += self.regions.num_blocks
-        self.pressure.reclaim(num_free, record if record.slot < 0 else None)
-        if wants_region:
-            self.grant_region(record)
-
-    def _num_missing(self, request_id: str, num_tokens: int) -> int:
-        """Blocks that all groups together still have to allocate; the parts' rows are equally long."""
-        need = 0
-        for manager, num_groups in self._kinds:
-            have = len(manager.req_to_blocks.get(request_id, ()))
-            need += max(-(-num_tokens // manager.block_size) - have, 0) * num_groups
-        return need
+        """See `Allocations.make_room`."""
+        self.allocations.make_room(self._record(request_id), num_tokens, num_landing)
 
     # ---- what vLLM's managers report
 
@@ -335,13 +281,19 @@ class HiSparseCoordinator:
 
     def _is_waited_for(self, scheduler_output: SchedulerOutput) -> bool:
         """Whether a request waits for blocks: none was admitted, for want of neither slots nor tokens."""
-        return (
-            len(self.requests) > len(self.records)
-            and bool(self._free_slots)
-            and scheduler_output.total_num_scheduled_tokens < self._max_step_tokens
-            and not scheduler_output.scheduled_new_reqs
-            and not scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        )
+        num_running = len(self._by_slot)
+        if (
+            len(self.requests) == num_running
+            or not self._free_slots
+            or scheduler_output.total_num_scheduled_tokens >= self._max_step_tokens
+            or scheduler_output.scheduled_new_reqs
+            or scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        ):
+            return False
+        loading = [
+            r for r in self.records.values() if r.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        ]
+        return len(self.requests) > num_running + len(loading)
 
     def _write_region(self, record: Record) -> None:
         region = record.region

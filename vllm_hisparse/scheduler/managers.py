@@ -69,7 +69,7 @@ class SourceManager(FullAttentionManager):
             if num_local_computed_tokens < total_computed_tokens
             else ()
         )
-        return self.coordinator.num_blocks_to_start(new_computed_blocks, landing)
+        return self.coordinator.allocations.num_to_start(new_computed_blocks, landing)
 
     def add_local_computed_blocks(
         self,
@@ -194,12 +194,11 @@ class ResidentManager(SingleTypeKVCacheManager):
         if request_id in self.num_cached_block:
             have = len(self.req_to_blocks[request_id])
         else:
-            have = self.coordinator.num_hit_pages
-        need = max(cdiv(num_tokens, self.block_size) - have, 0) - self.coordinator.num_landing
-        if apply_admission_cap:
-            need = self.coordinator.cap_admission(request_id, need)
-        num_parts = self.coordinator.layout.num_parts
-        return need * num_parts - self.coordinator.num_reclaimable(request_id, num_tokens)
+            have = self.coordinator.allocations.num_hit_pages
+        num_pages = max(cdiv(num_tokens, self.block_size) - have, 0)
+        return self.coordinator.allocations.num_to_grow(
+            request_id, num_tokens, num_pages, apply_admission_cap
+        )
 
     def add_local_computed_blocks(self, *args: Any, **kwargs: Any) -> None:
         """Done by the source group's manager."""

@@ -13,20 +13,17 @@ Levels of free device blocks, less what is kept for prefixes (`reuse.py`), from 
 - no free block: whatever an allocation misses is reclaimed on the spot, in the same order.
 
 A request gives up pages only together with a hot region to read them through, and only if that frees more
-than the region takes. Requests that already have a region go first, then those with most to give; within a
-request the tail goes first. Pages that several requests share go last (`victims.py`).
+than the region takes (`reclaim.py`). Requests that already have a region go first, then those with most to
+give; within a request the tail goes first. Pages that several requests share go last (`victims.py`).
 """
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import TYPE_CHECKING
 
-from .admission import Hit
 from .elastic import RegionSizes
 from .records import Record
 from .residency import PageState
 from .transfers import Transfer
-from .victims import Sharers, Victims
 
 if TYPE_CHECKING:
     from .coordinator import HiSparseCoordinator
@@ -44,6 +41,7 @@ class Pressure:
         self._coordinator = coordinator
         self._pool = coordinator.pool
         self._order = coordinator.leases.order
+        self._reclaimer = coordinator.reclaimer
         self._parts = coordinator.layout.num_parts
         config = coordinator.config
         self.low = config.low_blocks(coordinator.pool.num_gpu_blocks)
@@ -56,10 +54,6 @@ class Pressure:
         )
         self._unsealed: dict[Record, None] = {}  # may have pages to materialise
         self._fresh: set[Record] = set()  # started on a prefix hit in this step
-        self.victims = Victims(coordinator)
-        self._is_exhausted = (
-            False  # nothing can be reclaimed until `victims.clean` or who holds what has changed
-        )
         self._restorable_at = 0  # fewer free blocks than this restore nobody; 0: to be found out
         self._is_short = False  # a running request could not be given blocks in this step
         self.num_crossings = {"below_low": 0, "between": 0, "above_high": 0}  # since start, by level entered
@@ -75,16 +69,11 @@ class Pressure:
         """The request starts on a prefix hit. The step that hits a page may be the one that writes it."""
         self._fresh.add(record)
         self._order.is_stale = True  # what was kept may be in use again
-        self.note_clean(record)
-
-    def note_clean(self, record: Record) -> None:
-        """The request may have pages whose host copy exists or is on its stream."""
-        self.victims.clean[record] = None
-        self._is_exhausted = False
+        self._reclaimer.note_clean(record)
 
     def note_completion(self) -> None:
         """Copies have ended, or regions and their ids have gone back."""
-        self._is_exhausted = False
+        self._reclaimer.note_change()
         self._restorable_at = 0
 
     def note_copies(self, enqueued: Sequence[Transfer], completed: Sequence[Transfer]) -> None:
@@ -96,7 +85,7 @@ class Pressure:
         restores = [copy for transfer in completed for copy in transfer.restores]
         for copy in (*spills, *restores):
             if copy.record.alive and not copy.record.is_lent:
-                self.note_clean(copy.record)
+                self._reclaimer.note_clean(copy.record)
         for copy in [c for t in completed if t.has_failed for c in t.spills if c.record.alive]:
             copy.record.next_spill = min(copy.record.next_spill, copy.page)
             self.note_growth(copy.record)
@@ -118,66 +107,9 @@ class Pressure:
         self._unsealed.pop(record, None)
         self._fresh.discard(record)
         self.regions.held.pop(record, None)
-        self.victims.clean.pop(record, None)
+        self._reclaimer.forget(record)
         self._order.is_stale = True
         self.note_completion()
-
-    # ---- reclaiming
-
-    def num_reclaimable(self, missing: int, hit: Hit) -> int:
-        """Blocks, net of regions, that `reclaim` would free once `hit` is adopted, counted up to `missing`.
-
-        A pure query, and a promise: vLLM allocates what was counted here.
-        """
-        regions = self._coordinator.regions
-        total = 0
-        free_ids = regions.num_free_ids - (hit.num_host_only > 0)
-        granted: set[Record] = set()
-        for members in () if self._is_exhausted else self.victims.in_order():
-            if total >= missing:
-                return total
-            needy = self.victims.without_region(members, granted)
-            if len(needy) > free_ids:
-                continue
-            cost = self.victims.region_cost(members, granted)
-            pages = self.victims.pages(members, missing - total + cost, hit.block_ids)
-            if len(pages) * self._parts > cost:
-                total += len(pages) * self._parts - cost
-                free_ids -= len(needy)
-                granted.update(needy)
-        cost = 0 if hit.num_host_only else regions.num_blocks
-        own = hit.num_clean * self._parts - cost
-        return total + (own if own > 0 and (not cost or free_ids > 0) else 0)
-
-    def reclaim(self, num_free: int, newcomer: Record | None = None) -> None:
-        """Return leases until the pool has `num_free` free blocks or nothing more can be gained.
-
-        `newcomer`, for whom room is made, gives up its prefix hit only after all others; if it needs a
-        region, one is kept for it.
-        """
-        if self._is_exhausted or self._pool.get_num_free_blocks() >= num_free:
-            return
-        kept_ids = newcomer is not None and newcomer.region is None and newcomer.needs_region
-        others = (members for members in self.victims.in_order() if newcomer not in members)
-        for members in chain(others, [] if newcomer is None else [(newcomer,)]):
-            missing = num_free - self._pool.get_num_free_blocks()
-            if missing <= 0:
-                return
-            self._give_up(members, missing, self._coordinator.regions.num_free_ids - kept_ids)
-        self._is_exhausted = newcomer is None and self._pool.get_num_free_blocks() < num_free
-
-    def _give_up(self, members: Sharers, missing: int, free_ids: int) -> None:
-        """Unpin pages that all members lease and grant the regions they need, if that gains anything."""
-        needy = self.victims.without_region(members)
-        cost = self.victims.region_cost(members)
-        pages = self.victims.pages(members, missing + cost)
-        if len(pages) * self._parts <= cost or (needy and len(needy) > free_ids):
-            return
-        for page in reversed(pages):  # what is released last is reused first
-            for record in members:
-                self._coordinator.leases.unpin(record, page)
-        for record in needy:
-            self._coordinator.grant_region(record)
 
     def relieve(self) -> None:
         """Return leases until the low watermark is reached again."""
@@ -186,7 +118,7 @@ class Pressure:
     def _reach_low(self, num_spare: int) -> None:
         """Reclaim what `num_spare` lacks; what is kept for prefixes stays on top of it."""
         if num_spare < self.low:
-            self.reclaim(self._pool.get_num_free_blocks() + self.low - num_spare)
+            self._reclaimer.reclaim(self._pool.get_num_free_blocks() + self.low - num_spare)
 
     def _gains_by_copying(self, record: Record) -> bool:
         """Whether copies, planned or possible, would let the record give up more than its region takes."""
@@ -197,7 +129,7 @@ class Pressure:
         if coordinator.host_pool.get_num_free_blocks() > 0 or len(coordinator.ledger) > 0:
             written = record.num_written(coordinator.num_reprefillable)
             num_pages += sum(record.pages[p] is PageState.DIRTY for p in range(record.next_spill, written))
-        cost = self.victims.region_cost((record,))
+        cost = coordinator.regions.num_blocks * len(self._reclaimer.victims.without_region((record,)))
         if not num_pages or (cost and not coordinator.regions.num_free_ids):
             return False
         return (num_pages + record.pages.num_unpinnable) * self._parts > cost
@@ -235,7 +167,7 @@ class Pressure:
     def _evict_all(self) -> None:
         """The option `always_host`: decoding requests keep nothing on the device that the host has."""
         coordinator = self._coordinator
-        for record in list(self.victims.clean):
+        for record in list(self._reclaimer.victims.clean):
             request = record.request
             if request.num_computed_tokens < request.num_prompt_tokens:
                 continue
@@ -263,7 +195,7 @@ class Pressure:
                     if not self._coordinator.leases.spill(record, page, self._coordinator.transfer):
                         break
                     budget -= 1
-                    self.note_clean(record)  # if the host had the page already
+                    self._reclaimer.note_clean(record)  # if the host had the page already
                 record.next_spill += 1
             if record.next_spill >= len(record.pages) - 1:
                 del self._unsealed[record]  # until it grows
@@ -295,7 +227,7 @@ class Pressure:
         leases = self._coordinator.leases
         for page in record.pages.pages_in(PageState.LOOSE, PageState.DRAINING):
             leases.repin(record, page)
-        self.note_clean(record)
+        self._reclaimer.note_clean(record)
         away = [page for page in record.pages.pages_in(PageState.HOST) if not leases.rejoin(record, page)]
         restored = away[:budget]
         for page in restored:

@@ -19,7 +19,8 @@ __all__ = ["SteadySlots"]
 
 
 class SteadySlots:
-    """`KVCacheManager.allocate_slots` and `cache_blocks` with an early exit; every other call goes to vLLM's.
+    """`KVCacheManager.allocate_slots` and `cache_blocks` with an early exit; every other call goes to vLLM's,
+    in the course of an allocation (`allocations.py`).
 
     The early exit returns what vLLM would return, and skips only what would change nothing: no group
     allocates, none frees (there is no sliding window), none publishes.
@@ -29,6 +30,8 @@ class SteadySlots:
         self._allocate = manager.allocate_slots
         self._publish = manager.cache_blocks
         self._nothing = manager.empty_kv_cache_blocks
+        self._allocations = coordinator.allocations
+        self._watermark = manager.watermark_blocks
         self._records = coordinator.records
         self._rows = [(m.req_to_blocks, m.block_size) for m in coordinator.on_device]
         self._unit = manager.block_pool.hash_block_size
@@ -39,8 +42,9 @@ class SteadySlots:
     ) -> KVCacheBlocks | None:
         """See `KVCacheManager.allocate_slots`. Running requests are those without further arguments."""
         if args or kwargs:
-            return self._allocate(
-                request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **kwargs
+            num_kept = kwargs.get("reserved_blocks", 0) + self._watermark
+            return self._ask(
+                num_kept, request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **kwargs
             )
         end = request.num_computed_tokens + num_new_tokens
         record = self._records.get(request.request_id)
@@ -50,10 +54,17 @@ class SteadySlots:
             and (end < record.next_publication or request.num_tokens < record.next_publication)
         ):
             return self._nothing
-        blocks = self._allocate(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
+        blocks = self._ask(0, request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
         if blocks is not None and record is not None:
             self._note(record, min(end, request.num_tokens))
         return blocks
+
+    def _ask(self, num_kept: int, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+        self._allocations.begin(request.request_id, num_kept)
+        try:
+            return self._allocate(request, *args, **kwargs)
+        finally:
+            self._allocations.end()
 
     def publish(self, request: Request, num_computed_tokens: int) -> None:
         """See `KVCacheManager.cache_blocks`, which vLLM calls when a step's tokens are known."""

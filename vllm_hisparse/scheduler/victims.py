@@ -29,43 +29,46 @@ class Victims:
         self._rows = coordinator.resident[0].req_to_blocks
         self.clean: dict[Record, None] = {}
 
-    def in_order(self) -> Iterator[Sharers]:
+    def in_order(
+        self, adopted: frozenset[int] = frozenset(), newcomer: Record | None = None
+    ) -> Iterator[Sharers]:
         """Those with a region first, then those with most to give; then sharers, the fewest of each first.
+        `newcomer`, and those it shares pages with, come after all others.
 
-        Sharers are looked for when it is their turn.
+        Sharers are looked for when it is their turn. `adopted`: blocks that count as leased once more.
         """
         candidates = [(r.region is None, -r.pages.num_unpinnable, n, r) for n, r in enumerate(self.clean)]
         ordered = [record for _, negative, _, record in sorted(candidates) if negative]
         for _, negative, _, record in candidates:
             if not negative:
                 self.clean.pop(record, None)
-        yield from ((record,) for record in ordered)
-        found = {group for record in ordered for group in self._sharers(record)}
+        yield from ((record,) for record in ordered if record is not newcomer)
+        found = {group for record in ordered for group in self._sharers(record, adopted)}
         position = {record: n for n, record in enumerate(ordered)}
-        yield from sorted(found, key=lambda group: (len(group), [position[record] for record in group]))
-
-    def region_cost(self, members: Sharers, granted: Collection[Record] = ()) -> int:
-        """Blocks of the regions that they need to give up pages; none for one that has a region, is about to
-        get one anyway, or is in `granted`.
-        """
-        size = self._coordinator.regions.num_blocks
-        return size * len(self.without_region(members, granted))
+        groups = sorted(found, key=lambda group: (len(group), [position[record] for record in group]))
+        yield from (group for group in groups if newcomer not in group)
+        if newcomer in position:
+            yield (newcomer,)
+            yield from (group for group in groups if newcomer in group)
 
     def without_region(self, members: Sharers, granted: Collection[Record] = ()) -> list[Record]:
-        """Those who need a region to give up pages, see `region_cost`."""
+        """Those who need a region to give up pages: not one that has a region, is about to get one anyway, or
+        is in `granted`.
+        """
         return [r for r in members if r.region is None and not r.needs_region and r not in granted]
 
-    def pages(self, members: Sharers, num_blocks: int, excluded: frozenset[int] = frozenset()) -> list[int]:
+    def pages(self, members: Sharers, num_blocks: int, adopted: frozenset[int] = frozenset()) -> list[int]:
         """Pages, coldest first, that free `num_blocks` blocks or as many as there are, if all members give
         them up.
 
-        Blocks that others lease free nothing. Pages of which nothing is known go from the tail.
+        Blocks that others lease, or are about to (`adopted`), free nothing. Pages of which nothing is known
+        go from the tail.
         """
         wanted = -(-num_blocks // self._parts)
         found: list[int] = []
         for page in reversed(self._by_heat(members)):
             blocks = self._coordinator.leases.device_blocks(members[0], page)
-            if all(b.ref_cnt == len(members) and b.block_id not in excluded for b in blocks) and (
+            if all(b.ref_cnt == len(members) and b.block_id not in adopted for b in blocks) and (
                 len(members) == 1 or self._holders(members, page) == members
             ):
                 found.append(page)
@@ -84,23 +87,27 @@ class Victims:
             pages.sort(key=lambda page: (-heat.get(page, 0), page))
         return pages
 
-    def _sharers(self, record: Record) -> Iterator[Sharers]:
+    def _sharers(self, record: Record, adopted: frozenset[int]) -> Iterator[Sharers]:
         """Groups that the record shares pages with. Prefixes are shared, so the first page that is its own
         ends the search, and a group changes where the number of leases does.
         """
+
+        def num_leases(page: int) -> int:
+            return row[page].ref_cnt + (row[page].block_id in adopted)
+
         row = self._rows[record.request_id]
         first = record.pages.first_in(*record.unpinnable)
-        if first < 0 or row[first].ref_cnt == 1:
+        if first < 0 or num_leases(first) == 1:
             return
         pages = []
         for page in record.pages.pages_in(*record.unpinnable):
-            if row[page].ref_cnt == 1:
+            if num_leases(page) == 1:
                 break
             pages.append(page)
         for page, following in pairwise([*pages, -1]):
-            if following < 0 or row[following].ref_cnt != row[page].ref_cnt:
+            if following < 0 or num_leases(following) != num_leases(page):
                 members = self._holders(self.clean, page, record)
-                if len(members) == row[page].ref_cnt:
+                if len(members) == num_leases(page):
                     yield members
 
     def _holders(self, records: Collection[Record], page: int, like: Record | None = None) -> Sharers:

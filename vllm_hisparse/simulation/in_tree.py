@@ -18,7 +18,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_hisparse.planning.geometry import Geometry, Shape, round_up
-from vllm_hisparse.scheduler.admission import Hit
+from vllm_hisparse.scheduler.allocations import Allocations
 from vllm_hisparse.scheduler.coordinator import HiSparseCoordinator
 from vllm_hisparse.scheduler.pressure import Pressure
 from vllm_hisparse.scheduler.records import Record
@@ -55,12 +55,6 @@ class InTreePressure(Pressure):
     def note_shortage(self) -> bool:
         """Copies in flight free blocks of requests that can read from the host."""
         return any(r.pages.count(PageState.SPILLING) for r in self.regions.holders())
-
-    def num_reclaimable(self, missing: int, hit: Hit) -> int:
-        return 0
-
-    def reclaim(self, num_free: int, newcomer: Record | None = None) -> None:
-        """Nothing is kept that could be: what the host has was given up at once."""
 
     def relieve(self) -> None:
         self._unpin()
@@ -99,34 +93,47 @@ class InTreeCoordinator(HiSparseCoordinator):
 
     def __init__(self, *args: Any, max_step_tokens: int, **kwargs: Any) -> None:
         super().__init__(*args, max_step_tokens=max_step_tokens, **kwargs)
-        self._window_pages = -(-max_step_tokens // self.layout.page_tokens)
+        window_pages = -(-max_step_tokens // self.layout.page_tokens)
         self.leases.order = VllmOrder(self.pool, kept_share=0)
-        self.pressure = InTreePressure(self, self._window_pages)
+        self.pressure = InTreePressure(self, window_pages)
+        self.allocations = InTreeAllocations(self, window_pages)
 
-    def num_blocks_to_start(self, blocks: Sequence[Any], landing: Sequence[int]) -> int:
-        num = super().num_blocks_to_start(blocks, landing)
+    def gets_region(self, record: Record) -> bool:
+        """Whether the request is given a region with its next blocks."""
+        wants = record in self.pressure.wishes or record.needs_region
+        return wants and record.region is None and self.regions.num_free_ids > 0
+
+
+class InTreeAllocations(Allocations):
+    """Nothing can be reclaimed: what the host has was given up at once."""
+
+    _coordinator: InTreeCoordinator
+
+    def __init__(self, coordinator: InTreeCoordinator, window_pages: int) -> None:
+        super().__init__(coordinator, coordinator.admission)
+        self._window_pages = window_pages
+
+    def num_to_start(self, blocks: Sequence[Any], landing: Sequence[int]) -> int:
+        num = super().num_to_start(blocks, landing)
         if not blocks or self._hit.num_host_only:
             return num
-        return num + (self.regions.num_blocks if self.regions.num_free_ids else self.pool.num_gpu_blocks)
+        regions = self._coordinator.regions
+        return num + (regions.num_blocks if regions.num_free_ids else self._pool.num_gpu_blocks)
 
-    def cap_admission(self, request_id: str, num_pages: int) -> int:
-        if num_pages > self.host_pool.get_num_free_blocks():
-            return self.pool.num_gpu_blocks
+    def cap(self, request_id: str, num_pages: int) -> int:
+        if num_pages > self._host_pool.get_num_free_blocks():
+            return self._pool.num_gpu_blocks
         return min(num_pages, self._window_pages)
 
     def num_reclaimable(self, request_id: str, num_tokens: int) -> int:
         """Less than nothing for a request that asks for a region."""
-        record = self.records.get(request_id)
-        return -self.regions.num_blocks if record is not None and self._gets_region(record) else 0
+        record = self._coordinator.records.get(request_id)
+        gets_region = record is not None and self._coordinator.gets_region(record)
+        return -self._coordinator.regions.num_blocks if gets_region else 0
 
-    def make_room(self, request_id: str, num_tokens: int, num_landing: int = 0) -> None:
-        record = self._record(request_id)
-        if self._gets_region(record):
-            self.grant_region(record)
-
-    def _gets_region(self, record: Record) -> bool:
-        wants = record in self.pressure.wishes or record.needs_region
-        return wants and record.region is None and self.regions.num_free_ids > 0
+    def make_room(self, record: Record, num_tokens: int, num_landing: int = 0) -> None:
+        if self._coordinator.gets_region(record):
+            self._coordinator.grant_region(record)
 
 
 def in_tree_geometry(shape: Shape, group_layers: Sequence[int]) -> Geometry:

@@ -12,7 +12,7 @@ __all__ = ["full_state"]
 def full_state(coordinator: HiSparseCoordinator) -> dict[str, Any]:
     """Pools with the order of their free queues, managers, records, leases, what waits for the next message.
 
-    Leaves out `_hit`, which belongs to the query in progress.
+    Leaves out `allocations`, which belong to the query in progress.
     """
     c = coordinator
     managers = [c.source, *c.on_device]
