@@ -46,6 +46,7 @@ class RegionWrite(NamedTuple):
     slot: int
     region: int
     num_rows: int  # usable slots
+    num_kept: int  # of these, the first so many keep their blocks and rows; the others start empty
     device_blocks: tuple[tuple[int, ...], ...]  # [part][block], in slot order
 
 

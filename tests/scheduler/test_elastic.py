@@ -88,6 +88,28 @@ def test_grows_while_selections_miss_and_blocks_are_free(backed: tuple[Scheduler
     rig.run()
 
 
+def test_a_region_that_shrinks_and_grows_between_two_messages(backed: tuple[SchedulerRig, Record]) -> None:
+    """The new blocks are where rows were that the resolver would still find."""
+    rig, record = backed
+    grow(rig, 9 * rig.options.num_parts)
+    before = record.region.block_ids
+    num_blocks = len(before[0])
+    assert num_blocks >= 4
+    set_levels(rig, low=0, high=500)  # no other reason to grow or to shrink
+    rig.coordinator.shrink_region(record, 3)
+    rig.coordinator.grow_region(record, 2)
+    (write,) = step(rig).regions
+    assert write.num_rows == PAGE * (num_blocks - 1)
+    assert write.num_kept == PAGE * (num_blocks - 3)
+    for old, new in zip(before, write.device_blocks, strict=True):
+        assert new[: num_blocks - 3] == old[: num_blocks - 3]
+        assert not set(new[num_blocks - 3 :]) & set(old)
+    rig.coordinator.grow_region(record, 1)
+    (write,) = step(rig).regions
+    assert (write.num_kept, write.num_rows) == (PAGE * (num_blocks - 1), PAGE * num_blocks)
+    rig.run()
+
+
 def test_what_has_grown_goes_before_pages_and_pages_before_the_rest(
     backed: tuple[SchedulerRig, Record],
 ) -> None:

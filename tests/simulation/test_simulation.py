@@ -71,7 +71,7 @@ def test_a_rank_counts_pages_and_copies() -> None:
     page_bytes = GLM_5_2.token_bytes * PAGE_TOKENS
     on_device, on_host = PageWrite(0, 0, (5,), -1), PageWrite(0, 1, (-1,), 7)
     rank.apply(StepMessage(bind=(Binding("r", 0),), pages=(on_device, on_host)), now=0.0)
-    rank.apply(StepMessage(regions=(RegionWrite(0, 1, 4096, ((9,),)),)), now=0.0)
+    rank.apply(StepMessage(regions=(RegionWrite(0, 1, 4096, 0, ((9,),)),)), now=0.0)
     assert rank.prefill_s("r") == pytest.approx(page_bytes / 48e9)
     assert rank.decode_s("r", 2 * PAGE_TOKENS) == pytest.approx(1024 * 0.053 * GLM_5_2.token_bytes / 48e9)
     rank.apply(StepMessage(transfer_id=4, spill=(Copy((5,), 8),) * 10), now=1.0)

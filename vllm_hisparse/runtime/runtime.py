@@ -65,7 +65,7 @@ class HiSparseRuntime:
         self._result: ResultBuffers | None = None
         self.batch: list[int] = []  # request slot of each batch row
         self.is_resident = True  # every page of the batch can be read on the device
-        self._regions: dict[int, tuple[int, int]] = {}  # request slot -> (region, slots)
+        self._with_region: set[int] = set()  # request slots
         self._host_only: dict[int, set[int]] = {}  # request slot -> pages that only the host has
         self._host_backed: set[int] = set()  # request slots that have such pages
 
@@ -88,7 +88,7 @@ class HiSparseRuntime:
         for slot in slots:
             self._host_only[slot] = set()
             self._host_backed.discard(slot)
-            self._regions.pop(slot, None)
+            self._with_region.discard(slot)
 
     def unbind(self, slot: int) -> None:
         """The request of a slot has left it."""
@@ -97,16 +97,13 @@ class HiSparseRuntime:
 
     def write_regions(self, writes: tuple[RegionWrite, ...]) -> None:
         """Hand out hot regions, resize them or take them away. Rows in surviving slots stay."""
-        kept_slots: dict[int, int] = {}  # region -> slots that keep their rows
         for write in writes:
-            known, rows = self._regions.pop(write.slot, (-1, 0))
-            if write.region >= 0:
-                kept_slots[write.region] = min(rows, write.num_rows) if known == write.region else 0
-                self._regions[write.slot] = (write.region, write.num_rows)
+            (self._with_region.add if write.region >= 0 else self._with_region.discard)(write.slot)
             self.tables.write_region(write)
-        if kept_slots:
+        num_kept = {write.region: write.num_kept for write in writes if write.region >= 0}
+        if num_kept:
             for resolver in self.resolvers:
-                resolver.state.keep(kept_slots)
+                resolver.state.keep(num_kept)
 
     def write_pages(self, writes: tuple[PageWrite, ...]) -> None:
         """Apply residency deltas."""
@@ -127,7 +124,7 @@ class HiSparseRuntime:
 
     def sample_misses(self) -> dict[int, int]:
         """Rows that the latest sampled step read from the host, by request slot, for slots with a region."""
-        return {slot: n for slot, n in self.misses.sample(self.batch).items() if slot in self._regions}
+        return {slot: n for slot, n in self.misses.sample(self.batch).items() if slot in self._with_region}
 
     def sample_heat(self) -> dict[int, tuple[int, ...]]:
         """Pages that the latest selections touch most, by request slot, hottest first."""

@@ -171,13 +171,13 @@ class HiSparseCoordinator:
             record.num_sent = len(record.pages)
             del self._grown[record]
         unbound, self._unbound = self._unbound, []
-        regions, self._region_writes = self._region_writes, {}
+        regions = self._take_region_writes()
         transfer = self._submit()
         return StepMessage(
             unbind=tuple(unbound),
             bind=bound,
             wait=tuple(self.leases.take_reused()),
-            regions=tuple(regions.values()),
+            regions=regions,
             pages=tuple(pages),
             transfer_id=-1 if transfer is None else transfer.transfer_id,
             spill=() if transfer is None else tuple(copy.message for copy in transfer.spills),
@@ -300,10 +300,20 @@ class HiSparseCoordinator:
         if record.slot < 0:
             return  # sent when the request is bound
         self._region_writes[record.slot] = (
-            RegionWrite(record.slot, -1, 0, ())
+            RegionWrite(record.slot, -1, 0, 0, ())
             if region is None
-            else RegionWrite(record.slot, region.region_id, region.num_rows, region.block_ids)
+            else RegionWrite(
+                record.slot, region.region_id, region.num_rows, region.num_intact, region.block_ids
+            )
         )
+
+    def _take_region_writes(self) -> tuple[RegionWrite, ...]:
+        writes, self._region_writes = self._region_writes, {}
+        for slot in writes:
+            record = self._by_slot.get(slot)
+            if record is not None and record.region is not None:
+                record.region.num_intact = record.region.num_rows
+        return tuple(writes.values())
 
     def _submit(self) -> Transfer | None:
         """The step's transfer, now pending; None if there is nothing to acknowledge."""

@@ -21,6 +21,9 @@ class Region:
     region_id: int  # row of the resolver's state tables
     page_tokens: int
     blocks: list[list[KVCacheBlock]]  # [part][block], in slot order
+    num_intact: int = (
+        0  # slots with the blocks of the latest message: a region may shrink and grow between two
+    )
 
     @property
     def num_blocks(self) -> int:
@@ -126,6 +129,7 @@ class RegionLeases:
         blocks = [b for part in region.blocks for b in part[-num_blocks:]]
         for part in region.blocks:
             del part[-num_blocks:]
+        region.num_intact = min(region.num_intact, region.num_rows)
         self._resized(region.num_blocks + num_blocks, region.num_blocks)
         self.counters.shrunk_blocks += len(blocks)
         return Cut(blocks, None)

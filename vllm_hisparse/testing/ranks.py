@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 from vllm_hisparse.messages import Acknowledgement, Copy, PageWrite, Progress, RegionWrite, StepMessage
@@ -97,7 +98,7 @@ class Rank:
             self.regions.pop(slot, None)
         self.run(max((t for t in message.wait if t in self._copying_ids()), default=-1))
         for region in message.regions:
-            _check_survivors(self.regions.get(region.slot), region)
+            _check_survivors(self.regions.get(region.slot), region, self.page_tokens)
             self.regions[region.slot] = region
         for write in message.pages:
             self.pages[write.slot][write.page] = write
@@ -240,10 +241,12 @@ class Rank:
         assert found.rows[: len(expected)] == expected, (where, found, expected)
 
 
-def _check_survivors(old: RegionWrite | None, new: RegionWrite) -> None:
-    """A region that grows or shrinks keeps the blocks of the slots that survive."""
-    if old is None or old.region != new.region:
-        return
-    for before, after in zip(old.device_blocks, new.device_blocks, strict=True):
-        length = min(len(before), len(after))
-        assert before[:length] == after[:length], (old, new)
+def _check_survivors(old: RegionWrite | None, new: RegionWrite, page_tokens: int) -> None:
+    """Slots keep their rows as far as they keep their blocks, and no further."""
+    before = old.device_blocks if old is not None and old.region == new.region else ()
+    same = [
+        len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+        for one, other in zip(before, new.device_blocks, strict=False)
+    ]
+    num_same = min(same, default=0)
+    assert new.num_kept == num_same * page_tokens, (old, new)
