@@ -62,7 +62,6 @@ class GroupResolver:
         """Resolve int32 [T, K] positions of batch rows `query_start` int32 [R + 1], and fetch what misses."""
         runtime, tables, result = self.runtime, self.runtime.tables, self._result
         n = topk.shape[0]
-        runtime.selection = topk, query_start
         if runtime.recorder is not None:
             runtime.recorder.record(self._group, topk, query_start)
         ops.resolve(

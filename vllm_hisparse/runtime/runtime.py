@@ -52,9 +52,6 @@ class HiSparseRuntime:
         self.step = StepShape(None, ())
         self.counters = Counters(len(layout.index_groups), device)
         self.heat = HeatProbe(layout, device)
-        self.selection: tuple[torch.Tensor, torch.Tensor] | None = (
-            None  # of the latest leader: topk, query_start
-        )
         self.misses = MissProbe(len(layout.index_groups), layout.max_requests, device)
         self.recorder: Recorder | None = None  # of selections; set on the rank that records them
         self.fence: Callable[[], Callable[[], bool]] = lambda: lambda: True  # see `CopyQueue.fence`
@@ -127,13 +124,16 @@ class HiSparseRuntime:
         return {slot: n for slot, n in self.misses.sample(self.batch).items() if slot in self._with_region}
 
     def sample_heat(self) -> dict[int, tuple[int, ...]]:
-        """Pages that the latest selections touch most, by request slot, hottest first."""
-        if self.selection is None or not self.batch:
+        """Pages that the selections of decodes touch most, by request slot, hottest first.
+
+        Reads what the forward has left: the model's leaders write their selections to one place, the last of
+        them stays. Nothing here is noted when a leader resolves, for a graph that is replayed runs no Python.
+        """
+        if not self.batch:
             return {}
-        topk, query_start = self.selection
-        if query_start.numel() <= len(self.batch):
-            return {}  # of a smaller batch: a graph was replayed, which runs no Python
-        return self.heat.sample(topk, query_start, self.batch)
+        rows, batch_rows = self.step.decode_rows(self.config.verify_rows)
+        owners = [self.batch[row] for row in batch_rows]
+        return self.heat.sample(self.groups[0].logical_topk_indices, rows, owners)
 
     def num_host_only(self, slot: int) -> int:
         """Pages of the request slot that only the host has."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -9,7 +10,7 @@ __all__ = ["StepShape"]
 
 
 class StepShape:
-    """Tokens of each batch row. Worked out when a prefill asks; steps of decodes alone never do."""
+    """Tokens of each batch row. Worked out when somebody asks; most steps of decodes never do."""
 
     def __init__(self, scheduler_output: SchedulerOutput | None, request_ids: Sequence[str]) -> None:
         self._output = scheduler_output
@@ -20,6 +21,17 @@ class StepShape:
         """Tokens that the step computes."""
         assert self._output is not None, "no step has begun"
         return [self._output.num_scheduled_tokens[request_id] for request_id in self._request_ids]
+
+    def decode_rows(self, max_tokens: int) -> tuple[list[int], list[int]]:
+        """(query rows, batch row of each) of the batch rows that compute at most `max_tokens` tokens."""
+        starts = accumulate(self.queries, initial=0)
+        found = [
+            (start + i, row)
+            for row, (start, num_tokens) in enumerate(zip(starts, self.queries, strict=False))
+            if num_tokens <= max_tokens
+            for i in range(num_tokens)
+        ]
+        return [query for query, _ in found], [row for _, row in found]
 
     @cached_property
     def contexts(self) -> list[int]:
