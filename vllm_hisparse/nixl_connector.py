@@ -89,11 +89,9 @@ class HiSparseNixlConnector(KVConnectorBase_V1, SupportsHMA):
 
         managers = kv_cache_manager.coordinator.single_type_managers
         self._coordinator = next(m for m in managers if isinstance(m, SourceManager)).coordinator
-        if self._is_producer:
-            _check_lendable(self._coordinator.layout)
         self._nixl = self._make_nixl(KVConnectorRole.SCHEDULER, self._coordinator.layout)
         if not self._is_producer:
-            self._borrower = Borrower(self._coordinator)
+            self._borrower = Borrower(self._coordinator, self._options.kv_lease_duration)
 
     @property
     def _scheduler(self) -> NixlConnector:
@@ -109,6 +107,8 @@ class HiSparseNixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived. As long as it waits for an import, the producer hears of it."""
+        if self._borrower is not None:
+            self._borrower.came(request)
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -177,13 +177,14 @@ class HiSparseNixlConnector(KVConnectorBase_V1, SupportsHMA):
         return self._lend(request)
 
     def _lend(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        from .peers.lending import HOST_GROUP, lent_blocks
+        from .peers.lending import HOST_GROUP, lease_terms, lent_blocks
 
         assert self._coordinator is not None
+        terms = lease_terms(self._options.kv_lease_duration)  # before it begins: rather too early
         blocks = lent_blocks(self._coordinator, request.request_id, request.num_computed_tokens)
         keeps, params = self._scheduler.request_finished_all_groups(request, blocks)
         assert keeps and params is not None, "a request that has computed something has blocks"
-        return keeps, {**params, HOST_GROUP: len(blocks) - 1}
+        return keeps, {**params, **terms, HOST_GROUP: len(blocks) - 1}
 
     # ---- worker role
 
@@ -212,7 +213,8 @@ class HiSparseNixlConnector(KVConnectorBase_V1, SupportsHMA):
         agent = Agent(runtime.memory)
         num_ranks = config.parallel_config.tensor_parallel_size
         rank = get_tensor_model_parallel_rank()
-        links = Links(agent, runtime.layout, rank, num_ranks, compatibility_hash(config))
+        lease_s = self._options.kv_lease_duration
+        links = Links(agent, runtime.layout, rank, num_ranks, compatibility_hash(config), lease_s)
         on_cuda = runtime.device.type == "cuda"
         return Reader(
             agent,
@@ -222,7 +224,6 @@ class HiSparseNixlConnector(KVConnectorBase_V1, SupportsHMA):
             StreamCopies(runtime.device) if on_cuda else InlineCopies(),
             writes_host=runtime.memory.turns.is_writer,
             timeout_s=self._options.import_timeout_s,
-            lease_s=self._options.kv_lease_duration * 2 / 3,  # what a heartbeat adds
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -266,13 +267,3 @@ class HiSparseNixlConnector(KVConnectorBase_V1, SupportsHMA):
             self.reader.close()
         if self._nixl is not None:
             self._nixl.shutdown()
-
-
-def _check_lendable(layout: Layout) -> None:
-    """Raises ValueError for a model whose pages consumers have been seen to read wrongly."""
-    if any(len(names) > 1 for names in layout.index_groups):
-        raise user_error(
-            got="a producer with HiSparse and a model whose layers share selections",
-            need="vLLM's NixlConnector without HiSparse on the prefill side",
-            because="consumers have read such a producer's pages wrongly, for a reason not found yet",
-        )

@@ -15,14 +15,13 @@ from tests.engine.pd import PLAIN, RemoteProducer, producer, with_nixl
 from tests.engine.workload import ENGINE_ARGS, ModelPath, Reference, differences, prompts
 from vllm_hisparse.scheduler.landing import Landing
 from vllm_hisparse.testing.harness import HiSparseEngine, Prompt, hisparse, hisparse_engine
-from vllm_hisparse.testing.models import SEPARATE, SHARED
+from vllm_hisparse.testing.models import SEPARATE, SHARED, TinyModel
 
 pytest.importorskip("nixl")
 pytestmark = pytest.mark.engine
 
 SHORT = (16, 10, 14, 12)  # tokens of a request
 ROOMY, TIGHT = 200, 40  # device blocks
-TIGHT_LENDER = with_nixl(hisparse(), "kv_producer", kv_lease_duration=6)
 SETTINGS: dict[str, Any] = {"low_watermark": 0.1, "high_watermark": 0.2}
 LIMIT_S = 60
 
@@ -158,16 +157,30 @@ def test_the_producer_is_killed(
             assert engine.coordinator.imports.counters.failed > 0
 
 
-@pytest.mark.parametrize("landing", Landing, ids=lambda landing: landing.value)
+@pytest.mark.parametrize(
+    ("landing", "model", "blocks"),
+    [(Landing.DEVICE, SEPARATE, 30), (Landing.DEVICE, SHARED, 44), (Landing.HOST, SHARED, 44)],
+    ids=["device-separate", "device-shared", "host-shared"],
+)
 def test_a_producer_with_hisparse(
-    landing: Landing, model_path: ModelPath, reference: Reference, tmp_path: Path
+    landing: Landing,
+    model: TinyModel,
+    blocks: int,
+    model_path: ModelPath,
+    reference: Reference,
+    tmp_path: Path,
 ) -> None:
-    """Under pressure itself: part of what it lends is in its host pool."""
-    path, requests = model_path(SEPARATE), prompts(SHORT)
-    expected = reference(SEPARATE, "bfloat16")
-    with producer(path, tmp_path / "log", TIGHT_LENDER, num_gpu_blocks_override=30, **ENGINE_ARGS) as remote:
+    """Under pressure itself: part of what it lends is in its host pool. Its blocks hold two prompts, or one
+    would wait for the other's lease to end.
+    """
+    path, requests = model_path(model), prompts(SHORT)
+    expected = reference(model, "bfloat16")
+    options = {**ENGINE_ARGS, "num_gpu_blocks_override": blocks}
+    lease = {"kv_lease_duration": 10 * LIMIT_S}
+    with producer(path, tmp_path / "log", with_nixl(hisparse(), "kv_producer", **lease), **options) as remote:
         pair = Pair(remote, path, expected)
-        with pair.consumer(ROOMY if landing is Landing.DEVICE else TIGHT) as engine:
+        room = ROOMY if landing is Landing.DEVICE else TIGHT
+        with pair.consumer(room, **lease) as engine:
             ids = []
             for i in range(0, len(requests), 2):  # pages that are lent leave no room for more prompts
                 ids += borrow(engine, pair, requests[i : i + 2])
@@ -179,20 +192,20 @@ def test_a_producer_with_hisparse(
             assert engine.coordinator.imports.counters.arrived == len(requests)
 
 
-def test_a_producer_that_shares_selections_is_refused(model_path: ModelPath) -> None:
-    options: dict[str, Any] = {"num_gpu_blocks_override": 60, "kv_transfer_config": TIGHT_LENDER}
-    with (
-        pytest.raises(ValueError, match="share selections; need vLLM's NixlConnector without HiSparse"),
-        hisparse_engine(model_path(SHARED), dtype="bfloat16", **options, **ENGINE_ARGS),
-    ):
-        pass
-
-
-def test_an_unread_prompt_is_given_up(model_path: ModelPath, tmp_path: Path) -> None:
-    """The lease ends: a producer with HiSparse gives everything back."""
-    path = model_path(SEPARATE)
-    with producer(path, tmp_path / "log", TIGHT_LENDER, num_gpu_blocks_override=30, **ENGINE_ARGS) as remote:
-        pair = Pair(remote, path, ())
-        remote.prefill(prompts(1, count=2))
-        assert remote.num_held == 2
+def test_a_prompt_that_is_read_too_late(model_path: ModelPath, reference: Reference, tmp_path: Path) -> None:
+    """The lease ends: a producer with HiSparse gives everything back, and others use it. Whoever comes with
+    the parameters then computes the prompt.
+    """
+    path, requests = model_path(SHARED), prompts(SHORT, count=2)
+    options, lease = {**ENGINE_ARGS, "num_gpu_blocks_override": 30}, {"kv_lease_duration": 6}
+    with producer(path, tmp_path / "log", with_nixl(hisparse(), "kv_producer", **lease), **options) as remote:
+        pair = Pair(remote, path, reference(SHARED, "bfloat16"))
+        params = remote.prefill(requests)
+        assert remote.num_held > 0
         pair.wait_until_nothing_is_lent()
+        with pair.consumer(ROOMY, "recompute", **lease) as engine:
+            ids = [engine.add(p, kv_transfer_params=x) for p, x in zip(requests, params, strict=True)]
+            engine.drain(engine.check_integrity)
+            engine.finish()
+            check(engine, pair, ids, requests)
+            assert engine.coordinator.imports.counters.failed == len(ids)

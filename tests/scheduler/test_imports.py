@@ -3,6 +3,7 @@
 The rig's transfers scribble over all that they may write until they end (`testing/borrowing.py`).
 """
 
+import time
 from typing import Any
 
 import pytest
@@ -261,8 +262,30 @@ def test_the_producer_hears_of_waiting_requests(make_rig: Any) -> None:
     rig.run()
 
 
+def test_how_long_the_pages_are_there_is_told_to_the_workers(make_rig: Any) -> None:
+    """Since when this engine has known of the request, which may wait long, and what its producer says."""
+    rig = make_rig(**{**TIGHT, "max_requests": 1})
+    rig.add("a", range(300, 320), max_tokens=6)
+    rig.step()
+    rig.add("b", range(80), 4, {**transfer_params(80, 4), "remote_blocks_expiry_time": 4711.5})
+    time.sleep(0.1)
+    while "b" not in rig.borrowing.jobs:
+        rig.step()
+    job = rig.borrowing.jobs["b"]
+    assert job.age_s >= 0.1
+    assert job.expires == 4711.5
+    rig.run()
+
+
 @pytest.mark.parametrize(
-    "damage", [{"remote_block_ids": None}, {"remote_block_ids": [[1, 2]]}, {"pp_size": 2}, {"tp_size": None}]
+    "damage",
+    [
+        {"remote_block_ids": None},
+        {"remote_block_ids": [[1, 2]]},
+        {"pp_size": 2},
+        {"tp_size": None},
+        {"hisparse_lease_s": 31},
+    ],
 )
 def test_what_cannot_be_imported_is_computed(make_rig: Any, damage: dict[str, Any]) -> None:
     rig = make_rig(**TIGHT)

@@ -1,5 +1,6 @@
 """The consuming side's scheduler half: which prompts are imported, and a job for each that is admitted."""
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from vllm.v1.request import Request
 from vllm_hisparse.scheduler.coordinator import HiSparseCoordinator
 
 from .addresses import ABSENT
-from .lending import HOST_GROUP
+from .lending import EXPIRES, HOST_GROUP, LEASE_S
 from .messages import ImportJob, PageImport, Peer, PeerMessage
 
 __all__ = ["Borrower"]
@@ -29,13 +30,21 @@ NEEDED = (
 class Borrower:
     """Imports of one engine. vLLM's scheduler is its only caller."""
 
-    def __init__(self, coordinator: HiSparseCoordinator) -> None:
+    def __init__(self, coordinator: HiSparseCoordinator, lease_s: int) -> None:
+        """`lease_s`: of this engine's `kv_lease_duration`, which the producers' has to be as well."""
         self._coordinator = coordinator
+        self._lease_s = lease_s
+        self._came: dict[str, float] = {}  # request with a prompt elsewhere -> time.monotonic() then
         (self._indexer,) = (m for m in coordinator.on_device if m not in coordinator.resident)
         self._running: set[str] = set()  # requests whose jobs have not ended
         self._jobs: list[ImportJob] = []
         self._cancelled: list[str] = []
         self._failed: set[str] = set()  # requests that vLLM has not looked at again
+
+    def came(self, request: Request) -> None:
+        """A request is new to this engine."""
+        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            self._came[request.request_id] = time.monotonic()
 
     def choose_landing(self, request: Request, num_tokens: int) -> bool:
         """Whether the prompt, with `num_tokens` tokens to have, can be imported; where to is settled then."""
@@ -47,6 +56,15 @@ class Borrower:
                 "or context parallel",
                 request.request_id,
                 missing,
+            )
+            return False
+        if params.get(LEASE_S, self._lease_s) != self._lease_s:
+            logger.warning(
+                "HiSparse: %s is computed here: its producer has kv_lease_duration %s, this engine %s, which "
+                "could not tell whether the pages are still there",
+                request.request_id,
+                params[LEASE_S],
+                self._lease_s,
             )
             return False
         num_pages = -(-num_tokens // self._coordinator.layout.page_tokens)
@@ -86,6 +104,8 @@ class Borrower:
                 pages,
                 tuple((p, blocks[p].block_id) for p in range(known.first_key_page, len(record.pages))),
                 tuple(zip(*record.region.block_ids, strict=True)) if on_host and record.region else (),
+                time.monotonic() - self._came[request_id],
+                params.get(EXPIRES),
             )
         )
 
@@ -101,6 +121,7 @@ class Borrower:
         """The request has ended, whatever state its import is in; because of it, if it `failed`."""
         self._coordinator.imports.cancel(request_id, failed)
         self._failed.discard(request_id)
+        self._came.pop(request_id, None)
         if request_id in self._running:
             self._cancelled.append(request_id)
 

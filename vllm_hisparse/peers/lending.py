@@ -6,6 +6,7 @@ tiers, with `ABSENT` in the other's list. Device blocks are one region as a whol
 them; host pages are one region an index group, whose layers' rows lie side by side.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,9 +28,20 @@ from vllm_hisparse.scheduler.residency import STATES, Host
 from .addresses import ABSENT
 from .wire import device_region, host_region
 
-__all__ = ["HOST_GROUP", "lent_blocks", "lent_caches", "lent_kv_cache_config"]
+__all__ = [
+    "EXPIRES",
+    "HOST_GROUP",
+    "LEASE_S",
+    "lease_terms",
+    "lent_blocks",
+    "lent_caches",
+    "lent_kv_cache_config",
+]
 
-HOST_GROUP = "hisparse_host_group"  # in kv_transfer_params: which block list is that of host pages
+# In kv_transfer_params:
+HOST_GROUP = "hisparse_host_group"  # which block list is that of host pages
+LEASE_S = "hisparse_lease_s"  # seconds of a lease
+EXPIRES = "remote_blocks_expiry_time"  # its end without heartbeats, by the clock of handshakes; vLLM's word
 
 
 def lent_kv_cache_config(kv_cache_config: KVCacheConfig, layout: Layout) -> KVCacheConfig:
@@ -60,6 +72,11 @@ def lent_caches(memory: Memory) -> dict[str, torch.Tensor]:
         rows = memory.group_host_rows(group)
         views[host_region(group)] = rows.view(layout.num_host_blocks, 1, layout.page_tokens, row_bytes)
     return views
+
+
+def lease_terms(lease_s: int) -> dict[str, float]:
+    """Parameters that tell of a lease which begins now."""
+    return {LEASE_S: lease_s, EXPIRES: time.perf_counter() + lease_s}
 
 
 def lent_blocks(coordinator: HiSparseCoordinator, request_id: str, num_tokens: int) -> tuple[list[int], ...]:

@@ -4,7 +4,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,15 @@ from vllm_hisparse.planning.layout import Layout
 from vllm_hisparse.runtime.memory import Memory
 
 from .addresses import AddressBook, Ranges
-from .messages import Peer
+from .deadlines import Clock, Heartbeats, renewed_s
+from .messages import ImportJob, Peer
 from .wire import RemoteRank, shake_hands
 
 __all__ = ["Agent", "Link", "Links", "ReadError", "remote_ranks"]
 
 logger = init_logger("vllm.vllm_hisparse")
 BACKENDS = ["UCX"]
+CLOCK_S = 600.0  # after which a producer's clock is read again: no two run equally fast
 
 
 class ReadError(RuntimeError):
@@ -136,19 +138,24 @@ class Link:
     num_readers: int  # ranks of this engine that each of them waits for
     book: AddressBook
     device_ids: dict[str, int]  # of the rank that is read, by memory
+    clock: Clock
     is_broken: bool = False  # reads fail; whoever asks for it next shakes hands again
-    wanted: dict[str, float] = field(default_factory=dict)  # request -> when the producer last heard of it
 
 
 class Links:
     """Handshakes in the background, links by engine. Only this thread touches the agent."""
 
-    def __init__(self, agent: Agent, layout: Layout, rank: int, num_ranks: int, compatibility: str) -> None:
+    def __init__(
+        self, agent: Agent, layout: Layout, rank: int, num_ranks: int, compatibility: str, lease_s: int
+    ) -> None:
+        """`lease_s`: seconds for which producers keep the pages of a request that they do not hear of."""
         self._agent = agent
         self._layout = layout
         self._rank = rank
         self._num_ranks = num_ranks
         self._compatibility = compatibility
+        self._renewed_s = renewed_s(lease_s)
+        self._heartbeats = Heartbeats(self._renewed_s)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="hisparse-handshake")
         self._pending: dict[str, Future[list[RemoteRank]]] = {}
         self._links: dict[str, Link] = {}
@@ -160,10 +167,11 @@ class Links:
         is tried again.
         """
         link = self._links.get(peer.engine_id)
-        if link is not None and not link.is_broken:
-            return link
-        if link is not None:
+        if link is not None and link.is_broken:
             self._remove(link)
+            link = None
+        if link is not None and time.monotonic() - link.clock.read_at < CLOCK_S:
+            return link
         pending = self._pending.get(peer.engine_id)
         if pending is None:
             ranks, _ = remote_ranks(self._rank, self._num_ranks, peer.num_ranks)
@@ -172,7 +180,10 @@ class Links:
         if not pending.done():
             return None
         del self._pending[peer.engine_id]
-        link = self._links[peer.engine_id] = self._connect(peer, pending.result())
+        remotes = pending.result()
+        if link is None:
+            link = self._links[peer.engine_id] = self._connect(peer, remotes)
+        link.clock = remotes[0].clock
         return link
 
     def _shake_all(self, peer: Peer, ranks: list[int]) -> list[RemoteRank]:
@@ -184,7 +195,8 @@ class Links:
         book = AddressBook(self._layout, agent.device_base, agent.host_base, agent.memory, first)
         names = [agent.nixl.add_remote_agent(remote.agent) for remote in remotes]
         _, num_readers = remote_ranks(self._rank, self._num_ranks, peer.num_ranks)
-        return Link(peer, names[0], names, num_readers, book, {"DRAM": 0, "VRAM": first.device_id})
+        device_ids = {"DRAM": 0, "VRAM": first.device_id}
+        return Link(peer, names[0], names, num_readers, book, device_ids, first.clock)
 
     def _remove(self, link: Link) -> None:
         del self._links[link.peer.engine_id]
@@ -201,12 +213,21 @@ class Links:
         except Exception:
             logger.debug("HiSparse: no link to %s", peer.host, exc_info=True)
             return
+        now = time.monotonic()
         if link is not None and self._tell(link, "HB:" + ",".join(requests)):
-            link.wanted.update(dict.fromkeys(requests, time.monotonic()))
+            self._heartbeats.sent(peer.engine_id, requests, now)
+
+    def kept_until(self, link: Link, job: ImportJob, since: float) -> float:
+        """Until when (`time.monotonic()`) the producer is sure to keep the pages of a job.
+
+        `since`: when its request came to this engine. Producers without HiSparse do not say when the lease
+        began; a third of it is taken for the request's way here.
+        """
+        end = since + self._renewed_s if job.expires is None else link.clock.here(job.expires)
+        return self._heartbeats.kept_until(link.peer.engine_id, job.remote_request_id, end)
 
     def give_back(self, link: Link, request: str) -> None:
         """Tell a producer that the request's pages are not read any more."""
-        link.wanted.pop(request, None)
         self._tell(link, f"{request}:{link.num_readers}")
 
     def _tell(self, link: Link, message: str) -> bool:

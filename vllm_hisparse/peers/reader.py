@@ -19,6 +19,7 @@ from vllm_hisparse.messages import Copy
 from vllm_hisparse.worker.copies import CopyQueue
 
 from .addresses import Ranges
+from .deadlines import TooLate
 from .links import Agent, Link, Links, ReadError
 from .messages import ImportJob, PageImport, PeerMessage
 
@@ -45,6 +46,7 @@ class _Work:
     job: ImportJob
     moved: float  # time.monotonic() at which it last got on
     may_write: Callable[[], bool]  # whether nobody uses the job's memory any more
+    since: float  # time.monotonic() at which the request came to this engine
     link: Link | None = None
     ranges: Ranges | None = None  # what is to be read at once; None: it is being read or has been
     to_stage: deque[PageImport] = field(default_factory=deque)  # pages that have yet to pass through
@@ -68,14 +70,12 @@ class Reader:
         *,
         writes_host: bool,
         timeout_s: float,
-        lease_s: float,
     ) -> None:
         """`to_host` enqueues page copies to the host, on the stream that `copies` runs them on. `fence` makes
         a question: whether all that the device was given until then is done.
 
         `writes_host`: this rank writes the host pool; of the ranks that share one, one does.
-        `timeout_s`: longest time without progress. `lease_s`: time for which a producer keeps pages of a
-        request that it does not hear of.
+        `timeout_s`: longest time without progress.
         """
         self._agent = agent
         self._links = links
@@ -84,7 +84,6 @@ class Reader:
         self._fence = fence
         self._copies = copies
         self._timeout_s = timeout_s
-        self._lease_s = lease_s
         self._work: dict[str, _Work] = {}
         self._copying: dict[int, _Work] = {}
         self._num_copies = 0
@@ -96,7 +95,8 @@ class Reader:
     def accept(self, message: PeerMessage) -> None:
         """New jobs, and jobs whose requests have ended."""
         for job in message.jobs:
-            self._work[job.request_id] = _Work(job, time.monotonic(), self._fence())
+            now = time.monotonic()
+            self._work[job.request_id] = _Work(job, now, self._fence(), now - job.age_s)
         for request_id in message.cancelled:
             if (work := self._work.get(request_id)) is not None:
                 work.is_cancelled = True
@@ -155,7 +155,6 @@ class Reader:
         """Sort the job's pages: what is read at once, and what passes through the staging places."""
         job = work.job
         work.ranges = Ranges()
-        link.wanted.setdefault(job.remote_request_id, work.moved)
         for key_page, block in job.keys:
             link.book.add_keys(work.ranges, job, key_page, block)
         for page in job.pages:
@@ -174,6 +173,7 @@ class Reader:
             work.staged.append(page)
         if not ranges.pairs:
             return False
+        self._check_kept(work, link)
         work.moved = time.monotonic()
         work.handles = self._agent.read(link, ranges)
         self.counters.reads += 1
@@ -191,13 +191,16 @@ class Reader:
             return False
         if not self._is_quiet(work):
             return False
-        # What was read counts only if the producer cannot have given the pages to somebody else meanwhile.
-        silence = now - link.wanted[work.job.remote_request_id]
-        if silence > self._lease_s:
-            raise ReadError(f"the producer has not heard of the request for {silence:.0f} s")
+        self._check_kept(work, link)
         if work.staged:
             self._copy(work)
         return True
+
+    def _check_kept(self, work: _Work, link: Link) -> None:
+        """Raises TooLate once the producer may have given the pages to others: what was read is not used."""
+        late = time.monotonic() - self._links.kept_until(link, work.job, work.since)
+        if late >= 0:
+            raise TooLate(f"the producer's lease of the pages may have ended {late:.1f} s ago")
 
     def _copy(self, work: _Work) -> None:
         places = zip(work.job.staging, work.staged, strict=False)

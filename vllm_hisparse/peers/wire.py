@@ -4,6 +4,7 @@ The formats are vLLM's own (`nixl/metadata.py`): a producer may be vLLM's NixlCo
 """
 
 import hashlib
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 
 from vllm_hisparse.planning.layout import Layout
 
+from .deadlines import Clock
 from .messages import Peer
 
 __all__ = [
@@ -56,6 +58,7 @@ class RemoteRank:
     device_id: int
     page_tokens: int
     regions: dict[str, Region]  # by layer name, or `device_region` and `host_region`
+    clock: Clock
 
 
 def device_region(layout: Layout) -> str:
@@ -93,8 +96,10 @@ def shake_hands(peer: Peer, rank: int, compatibility: str) -> RemoteRank:
         socket.setsockopt(zmq.RCVTIMEO, ANSWER_MS)
         host = f"[{peer.host}]" if ":" in peer.host else peer.host
         socket.connect(f"tcp://{host}:{peer.port}")
+        asked_at = time.monotonic()
         socket.send(msgspec.msgpack.encode((GET_META_MSG, 0, rank)))
-        answer = socket.recv_multipart()[0]
+        answer, its_time = socket.recv_multipart()
+    clock = Clock(asked_at - msgspec.msgpack.decode(its_time, type=float), asked_at)
     payload = msgspec.msgpack.decode(answer, type=NixlHandshakePayload)
     if payload.compatibility_hash != compatibility:
         raise RuntimeError(
@@ -107,10 +112,10 @@ def shake_hands(peer: Peer, rank: int, compatibility: str) -> RemoteRank:
             f"got engine {metadata.engine_id} at {peer.host}:{peer.port}; need {peer.engine_id}, which has "
             "computed the prompt: it has been restarted since"
         )
-    return _remote_rank(metadata)
+    return _remote_rank(metadata, clock)
 
 
-def _remote_rank(metadata: NixlAgentMetadata) -> RemoteRank:
+def _remote_rank(metadata: NixlAgentMetadata, clock: Clock) -> RemoteRank:
     names = metadata.region_names or []
     columns = (
         metadata.kv_caches_base_addr,
@@ -121,4 +126,4 @@ def _remote_rank(metadata: NixlAgentMetadata) -> RemoteRank:
         metadata.region_mem_types or [],
     )
     regions = {name: Region(*row) for name, *row in zip(names, *columns, strict=True)}
-    return RemoteRank(metadata.agent_metadata, metadata.device_id, metadata.block_size, regions)
+    return RemoteRank(metadata.agent_metadata, metadata.device_id, metadata.block_size, regions, clock)
