@@ -10,7 +10,7 @@ from vllm_hisparse.scheduler.host_pool import HostPool
 
 def make(num_blocks: int) -> tuple[HostPool, Extents]:
     device = BlockPool(4, True, 64)
-    pool = HostPool(num_blocks, device, [1])
+    pool = HostPool(num_blocks, device, 0, [1])
     return pool, Extents(pool)
 
 

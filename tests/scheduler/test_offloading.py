@@ -24,9 +24,8 @@ def forget_device(rig: SchedulerRig) -> None:
 
 
 def host_blocks(rig: SchedulerRig, request: Any) -> list[KVCacheBlock | None]:
-    group_id = rig.coordinator.source.kv_cache_group_id
     hashes = request.block_hashes[: len(PROMPT) // PAGE]
-    return [rig.coordinator.host_pool.host_block(h, group_id) for h in hashes]
+    return [rig.coordinator.host_pool.host_block(h) for h in hashes]
 
 
 def after_another(make_rig: MakeRig, **options: Any) -> tuple[SchedulerRig, Any]:

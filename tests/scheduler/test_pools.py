@@ -35,7 +35,7 @@ def test_the_device_answers_before_the_host(written: SchedulerRig) -> None:
     evict(written, first)
     found = [host.get_cached_block(h, [0]) for h in (first, second)]
     assert [blocks[0].pool is host for blocks in found if blocks] == [True, False]
-    on_host = host.host_block(second, 0)
+    on_host = host.host_block(second)
     assert on_host is not None
     assert on_host.pool is host
 

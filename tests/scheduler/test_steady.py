@@ -82,7 +82,7 @@ def test_no_work_when_nothing_changes(make_rig: Any, monkeypatch: pytest.MonkeyP
     assert counts == {}
     assert coordinator.records.passes == 0
     # Nor are requests kept on lists that a step goes through.
-    assert not coordinator._grown
+    assert not coordinator.outbox.grown
     assert state == "full" or not coordinator.pressure._unsealed
 
 

@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_hisparse.planning.layout import Layout
 
-from .leases import PageLeases
+from .host_pool import HostPool
 
 __all__ = ["NO_HIT", "Admission", "Hit"]
 
@@ -42,9 +42,9 @@ NO_HIT = Hit()
 class Admission:
     """The limits of one engine, in pages, which are blocks of one part."""
 
-    def __init__(self, layout: Layout, leases: PageLeases, max_step_tokens: int, num_reserved: int) -> None:
+    def __init__(self, layout: Layout, host_pool: HostPool, max_step_tokens: int, num_reserved: int) -> None:
         """`num_reserved`: blocks that vLLM keeps free when it admits a request whose tokens are loaded."""
-        self._leases = leases
+        self._host_pool = host_pool
         self._start = layout.start_hot_blocks
         self._claim = self._start + layout.tail_pages + -(-max_step_tokens // layout.page_tokens)
         indexer_blocks = -(-layout.max_pages // layout.indexer_pages)
@@ -73,12 +73,14 @@ class Admission:
         """
         if not blocks:
             return Hit(num_host_only=num_landing) if num_landing else NO_HIT
-        on_device = [self._leases.hit_blocks(block) for block in blocks]
+        on_device = [self._host_pool.hit_blocks(block) for block in blocks]
         return Hit(
             block_ids=frozenset(b.block_id for page in on_device for b in page),
             num_evictable=sum(b.ref_cnt == 0 for page in on_device for b in page),
             num_clean=sum(
-                bool(page) and all(b.ref_cnt == 0 for b in page) and self._leases.published(block) is not None
+                bool(page)
+                and all(b.ref_cnt == 0 for b in page)
+                and self._host_pool.published(block) is not None
                 for block, page in zip(blocks, on_device, strict=True)
             ),
             num_host_only=num_landing + sum(not page for page in on_device),
@@ -90,7 +92,7 @@ class Admission:
         self, blocks: Sequence[KVCacheBlock], on_device: Sequence[Sequence[KVCacheBlock]]
     ) -> int:
         on_host = [
-            self._leases.published(block) if page else block
+            self._host_pool.published(block) if page else block
             for block, page in zip(blocks, on_device, strict=True)
         ]
         return sum(block is not None and block.ref_cnt == 0 for block in on_host)
@@ -101,9 +103,9 @@ class Admission:
             return len(blocks)
         num_host_only, num_device_only = 0, 0
         for page, block in enumerate(blocks):
-            if not self._leases.hit_blocks(block):
+            if not self._host_pool.hit_blocks(block):
                 num_host_only += 1
-            elif self._leases.published(block) is None:
+            elif self._host_pool.published(block) is None:
                 num_device_only += 1
             crowded = num_device_only > self._spare and (num_host_only > 0 or not self._fits_whole)
             if crowded or (num_host_only > 0 and self._spare < 0):

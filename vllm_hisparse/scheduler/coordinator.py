@@ -1,9 +1,9 @@
 """The scheduler side: every request's residency, and one message a step.
 
-Three kinds of calls arrive here. The managers report what vLLM allocates and frees (`adopt`, `grow`, `drop`)
-and ask what could be freed (`num_reclaimable`, `make_room`). The connector asks for the step's message
-(`plan`) and passes on the workers' answers (`acknowledge`). `pressure.py` decides which pages leave and
-return, `leases.py` knows what that means for the pools.
+Two kinds of calls arrive here. The managers report what vLLM allocates and frees (`adopt`, `grow`, `drop`);
+what they ask before that is answered by `allocations.py`. The connector asks for the step's message (`plan`)
+and passes on the workers' answers (`acknowledge`). `pressure.py` decides which pages leave and return,
+`leases.py` knows what that means for the pools, `outbox.py` what the workers have to be told of it.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.config import HiSparseConfig
-from vllm_hisparse.messages import Acknowledgement, Binding, RegionWrite, StepMessage
+from vllm_hisparse.messages import Acknowledgement, StepMessage
 from vllm_hisparse.planning.layout import Layout
 
 from .admission import Admission
@@ -25,6 +25,7 @@ from .integrity import check
 from .landing import Imports
 from .leases import PageLeases
 from .managers import ResidentManager, SourceManager
+from .outbox import Outbox
 from .pressure import Pressure
 from .reclaim import Reclaimer
 from .records import Record
@@ -55,7 +56,7 @@ class HiSparseCoordinator:
         self.layout = layout
         self.config = config
         group_ids = [m.kv_cache_group_id for m in self.resident]
-        self.host_pool = HostPool(layout.num_host_blocks, self.pool, group_ids)
+        self.host_pool = HostPool(layout.num_host_blocks, self.pool, self.source.kv_cache_group_id, group_ids)
         self.leases = PageLeases(self.source, self.resident, self.host_pool, config.prefix_share)
         self.regions = RegionLeases(self.pool, layout)
         self.ledger = TransferLedger(num_ranks)
@@ -65,15 +66,11 @@ class HiSparseCoordinator:
         self.num_reprefillable = num_reprefillable
         self._max_step_tokens = max_step_tokens
         self.num_waits = 0  # since start: requests told to wait for copies rather than preempt
-        self._free_slots = list(range(layout.max_requests - 1, -1, -1))
-        self._by_slot: dict[int, Record] = {}
-        self._grown: dict[Record, None] = {}  # have pages that the workers do not know
-        self._unbound: list[str] = []
-        self._region_writes: dict[int, RegionWrite] = {}  # by slot: the last one of a step counts
+        self.outbox = Outbox(layout.max_requests, self.leases)
         # For a step with drafts vLLM reserves blocks in every group; the source and indexer groups are two.
         has_drafts = config.verify_rows > 1
         self.num_reserved = (2 + layout.num_parts) * layout.tail_pages if has_drafts else 0
-        self.admission = Admission(layout, self.leases, max_step_tokens, self.num_reserved)
+        self.admission = Admission(layout, self.host_pool, max_step_tokens, self.num_reserved)
         self.host_pool.num_admissible = self.admission.num_admissible
         self.allocations = Allocations(self, self.admission)
         self.reclaimer = Reclaimer(self)
@@ -149,36 +146,24 @@ class HiSparseCoordinator:
         if record.region is not None:
             self.regions.release(self.regions.close(record.region))
             record.region = None
-        if record.slot >= 0:
-            self._free_slots.append(record.slot)
-            del self._by_slot[record.slot]
-            self._region_writes.pop(record.slot, None)
-            self._unbound.append(record.request_id)
-            record.slot = -1
-        self._grown.pop(record, None)
+        self.outbox.release(record)
         self.pressure.forget(record)
 
     # ---- one step
 
     def plan(self, scheduler_output: SchedulerOutput) -> StepMessage:
         """The step's message. Called once every allocation of the step is done."""
-        bound = self._bind(scheduler_output)
+        self._bind(scheduler_output)
         self.ledger.note_step()
         self.pressure.step(self._is_waited_for(scheduler_output))
-        pages = self.leases.take_changes()
-        for record in [r for r in self._grown if r.slot >= 0]:
-            pages += [self.leases.entry(record, page) for page in range(record.num_sent, len(record.pages))]
-            record.num_sent = len(record.pages)
-            del self._grown[record]
-        unbound, self._unbound = self._unbound, []
-        regions = self._take_region_writes()
+        changes = self.outbox.take()
         transfer = self._submit()
         return StepMessage(
-            unbind=tuple(unbound),
-            bind=bound,
+            unbind=changes.unbind,
+            bind=changes.bind,
             wait=tuple(self.leases.take_reused()),
-            regions=regions,
-            pages=tuple(pages),
+            regions=changes.regions,
+            pages=changes.pages,
             transfer_id=-1 if transfer is None else transfer.transfer_id,
             spill=() if transfer is None else tuple(copy.message for copy in transfer.spills),
             restore=() if transfer is None else tuple(copy.message for copy in transfer.restores),
@@ -191,11 +176,11 @@ class HiSparseCoordinator:
         """
         enqueued, completed = self.ledger.acknowledge(ack)
         for slot, misses in ack.misses.items():
-            if (record := self._by_slot.get(slot)) is not None:
+            if (record := self.outbox.by_slot.get(slot)) is not None:
                 record.num_misses = misses
                 self.pressure.regions.has_misses = True
         for slot, hot_pages in ack.heat.items():
-            if (record := self._by_slot.get(slot)) is not None:
+            if (record := self.outbox.by_slot.get(slot)) is not None:
                 record.hot_pages = hot_pages
         for transfer in enqueued:
             self.leases.enqueued(transfer)
@@ -223,14 +208,14 @@ class HiSparseCoordinator:
         """Lease a hot region for the request."""
         assert record.region is None
         record.region = self.regions.lease()
-        self._write_region(record)
+        self.outbox.write_region(record)
         self.pressure.note_region(record)
 
     def grow_region(self, record: Record, num_blocks: int) -> None:
         """Give the request's region `num_blocks` more blocks of every part."""
         assert record.region is not None
         self.regions.grow(record.region, num_blocks)
-        self._write_region(record)
+        self.outbox.write_region(record)
 
     def shrink_region(self, record: Record, num_blocks: int) -> None:
         """Take the last `num_blocks` blocks of every part from the region.
@@ -239,14 +224,14 @@ class HiSparseCoordinator:
         """
         assert record.region is not None
         self.transfer.cuts.append(self.regions.shrink(record.region, num_blocks))
-        self._write_region(record)
+        self.outbox.write_region(record)
 
     def return_region(self, record: Record) -> None:
         """Take the request's region away, as `shrink_region` takes a part of it."""
         assert record.region is not None and not record.needs_region
         self.transfer.cuts.append(self.regions.close(record.region))
         record.region = None
-        self._write_region(record)
+        self.outbox.write_region(record)
 
     # ---- bookkeeping
 
@@ -259,32 +244,25 @@ class HiSparseCoordinator:
         return record
 
     def _note_growth(self, record: Record) -> None:
-        self._grown[record] = None
+        self.outbox.grown[record] = None
         self.pressure.note_growth(record)
 
-    def _bind(self, scheduler_output: SchedulerOutput) -> tuple[Binding, ...]:
+    def _bind(self, scheduler_output: SchedulerOutput) -> None:
         """Give requests that start or resume in this step a request slot."""
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        bound = []
         for request_id in (*(r.req_id for r in scheduler_output.scheduled_new_reqs), *resumed):
             record = self._record(request_id)
             if record.slot < 0:
-                record.slot = self._free_slots.pop()
-                self._by_slot[record.slot] = record
-                bound.append(Binding(request_id, record.slot))
-                self._grown[record] = None
+                self.outbox.bind(record)
                 if record.is_importing:
                     self.imports.scheduled(record)
-                if record.region is not None:
-                    self._write_region(record)
-        return tuple(bound)
 
     def _is_waited_for(self, scheduler_output: SchedulerOutput) -> bool:
         """Whether a request waits for blocks: none was admitted, for want of neither slots nor tokens."""
-        num_running = len(self._by_slot)
+        num_running = len(self.outbox.by_slot)
         if (
             len(self.requests) == num_running
-            or not self._free_slots
+            or not self.outbox.free_slots
             or scheduler_output.total_num_scheduled_tokens >= self._max_step_tokens
             or scheduler_output.scheduled_new_reqs
             or scheduler_output.scheduled_cached_reqs.resumed_req_ids
@@ -294,26 +272,6 @@ class HiSparseCoordinator:
             r for r in self.records.values() if r.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         ]
         return len(self.requests) > num_running + len(loading)
-
-    def _write_region(self, record: Record) -> None:
-        region = record.region
-        if record.slot < 0:
-            return  # sent when the request is bound
-        self._region_writes[record.slot] = (
-            RegionWrite(record.slot, -1, 0, 0, ())
-            if region is None
-            else RegionWrite(
-                record.slot, region.region_id, region.num_rows, region.num_intact, region.block_ids
-            )
-        )
-
-    def _take_region_writes(self) -> tuple[RegionWrite, ...]:
-        writes, self._region_writes = self._region_writes, {}
-        for slot in writes:
-            record = self._by_slot.get(slot)
-            if record is not None and record.region is not None:
-                record.region.num_intact = record.region.num_rows
-        return tuple(writes.values())
 
     def _submit(self) -> Transfer | None:
         """The step's transfer, now pending; None if there is nothing to acknowledge."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock, get_block_hash
 from vllm.v1.request import Request
 
 __all__ = ["HostPool", "OneBlock"]
@@ -33,8 +33,11 @@ class HostPool(BlockPool):
     once and removed once, whatever number of blocks hold it in between.
     """
 
-    def __init__(self, num_blocks: int, device_pool: BlockPool, resident_group_ids: list[int]) -> None:
+    def __init__(
+        self, num_blocks: int, device_pool: BlockPool, source_group_id: int, resident_group_ids: list[int]
+    ) -> None:
         self._device_pool = device_pool
+        self._source_group_id = source_group_id
         self._resident_group_ids = resident_group_ids
         self._before_reset: Callable[[], list[KVCacheBlock]] | None = None
         self.num_admissible: Callable[[Sequence[KVCacheBlock]], int] = len  # leading pages of a hit to use
@@ -76,10 +79,23 @@ class HostPool(BlockPool):
         """The device's blocks of the page, one a part, or None unless every part has its own."""
         return self._device_pool.get_cached_block(block_hash, self._resident_group_ids)
 
-    def host_block(self, block_hash: BlockHash, source_group_id: int) -> KVCacheBlock | None:
+    def host_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
         """The published host block of the page, or None."""
-        found = super().get_cached_block(block_hash, [source_group_id])
+        found = super().get_cached_block(block_hash, [self._source_group_id])
         return found[0] if found else None
+
+    def hit_blocks(self, block: KVCacheBlock) -> list[KVCacheBlock]:
+        """All parts' blocks of a prefix hit that the device has; nothing for one that only the host has."""
+        if block.pool is self:
+            return []
+        assert block.block_hash is not None
+        found = self.device_blocks(get_block_hash(block.block_hash))
+        assert found is not None, "a device hit has a block in every part"
+        return found
+
+    def published(self, block: KVCacheBlock) -> KVCacheBlock | None:
+        """The host block published under a device block's hash."""
+        return None if block.block_hash is None else self.host_block(get_block_hash(block.block_hash))
 
     def is_free(self, block_id: int) -> bool:
         """Whether the block exists and nobody leases it."""
@@ -106,11 +122,9 @@ class HostPool(BlockPool):
         block.ref_cnt = 1
         return block
 
-    def publish(
-        self, request: Request, page: int, block: KVCacheBlock, page_tokens: int, group_id: int
-    ) -> None:
-        """Make a written page of the request findable by its hash, as page of the group `group_id`."""
-        self.cache_full_blocks(request, OneBlock(block), page, page + 1, page_tokens, group_id)
+    def publish(self, request: Request, page: int, block: KVCacheBlock, page_tokens: int) -> None:
+        """Make a written page of the request findable by its hash."""
+        self.cache_full_blocks(request, OneBlock(block), page, page + 1, page_tokens, self._source_group_id)
         assert block.block_hash is not None
         self.num_published += 1
         if self.enable_kv_cache_events and self._published_block(block.block_hash) is not block:

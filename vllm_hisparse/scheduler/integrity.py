@@ -69,7 +69,7 @@ def _check_page(coordinator: "HiSparseCoordinator", record: Record, page: int) -
 
 def _check_slots(coordinator: "HiSparseCoordinator") -> None:
     used = [r.slot for r in coordinator.records.values() if r.slot >= 0]
-    assert sorted(used + coordinator._free_slots) == list(range(coordinator.layout.max_requests)), (
+    assert sorted(used + coordinator.outbox.free_slots) == list(range(coordinator.layout.max_requests)), (
         "slots lost or shared"
     )
 

@@ -76,15 +76,6 @@ class PageLeases:
         request_id = record.request.request_id
         return tuple([rows[request_id][page] for rows in self._rows])
 
-    def hit_blocks(self, block: KVCacheBlock) -> list[KVCacheBlock]:
-        """All parts' blocks of a prefix hit that the device has; nothing for one that only the host has."""
-        if block.pool is self._host_pool:
-            return []
-        assert block.block_hash is not None
-        found = self._host_pool.device_blocks(get_block_hash(block.block_hash))
-        assert found is not None, "a device hit has a block in every part"
-        return found
-
     def entry(self, record: Record, page: int) -> PageWrite:
         """The page's table entry as its state demands."""
         device, host, _ = STATES[record.pages[page]]
@@ -101,8 +92,8 @@ class PageLeases:
         """Lease the pages of a prefix hit, on whichever tier each of them is."""
         rows: list[list[KVCacheBlock]] = [[] for _ in self._resident]
         for page, block in enumerate(blocks):
-            on_device = self.hit_blocks(block)
-            host = block if not on_device else self.published(block)
+            on_device = self._host_pool.hit_blocks(block)
+            host = block if not on_device else self._host_pool.published(block)
             if host is not None:
                 self._hold(record, page, host)
             self._pool.touch(on_device)
@@ -123,7 +114,7 @@ class PageLeases:
         False, and nothing has changed, if no host block is free or the page's blocks are being copied.
         """
         blocks = self.device_blocks(record, page)
-        if (published := self.published(blocks[0])) is not None:
+        if (published := self._host_pool.published(blocks[0])) is not None:
             self._hold(record, page, published)
             record.pages.advance(page, Event.DEDUPLICATE)
             self.counters.deduplicated += 1
@@ -282,12 +273,6 @@ class PageLeases:
         return list(reused)
 
     # ---- bookkeeping
-
-    def published(self, block: KVCacheBlock) -> KVCacheBlock | None:
-        """The host block published under a device block's hash."""
-        if block.block_hash is None:
-            return None
-        return self._host_pool.host_block(get_block_hash(block.block_hash), self._source.kv_cache_group_id)
 
     def _hold(self, record: Record, page: int, host: KVCacheBlock) -> None:
         self._host_pool.touch([host])

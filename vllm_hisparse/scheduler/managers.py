@@ -141,7 +141,7 @@ class SourceManager(FullAttentionManager):
         if not self.enable_caching or block.block_hash is not None:
             return
         if (page + 1) * self.block_size <= len(request.block_hashes) * self.host_pool.hash_block_size:
-            self.host_pool.publish(request, page, block, self.block_size, self.kv_cache_group_id)
+            self.host_pool.publish(request, page, block, self.block_size)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Host leases of written pages. Those of copies in flight stay with their transfer."""

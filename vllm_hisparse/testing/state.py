@@ -33,11 +33,12 @@ def full_state(coordinator: HiSparseCoordinator) -> dict[str, Any]:
             dict(c.leases._copying),
             list(c.leases._changed),
             list(c.leases._reused),
-            list(c._grown),
-            list(c._unbound),
-            dict(c._region_writes),
+            list(c.outbox.grown),
+            list(c.outbox._bound),
+            list(c.outbox._unbound),
+            dict(c.outbox._regions),
         ),
-        "slots": list(c._free_slots),
+        "slots": list(c.outbox.free_slots),
         "counters": vars(c.leases.counters).copy(),
     }
 
