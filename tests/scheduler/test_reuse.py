@@ -44,7 +44,7 @@ def test_kept_keys_are_not_free(make_rig: Any, share: float, gives_up: bool) -> 
     rig = make_rig(**POOL, low=0.15, prefix_share=share)
     run_one(rig, "a", range(48))
     rig.add("b", range(100, 194), max_tokens=2)
-    while "b" not in rig.coordinator.records or rig.requests["b"].num_computed < 94:
+    while "b" not in rig.coordinator.records or rig.model.requests["b"].num_computed < 94:
         rig.step()
     assert (rig.coordinator.records["b"].region is not None) is gives_up
     assert rig.coordinator.pressure.low == 9

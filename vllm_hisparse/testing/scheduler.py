@@ -23,7 +23,7 @@ from vllm_hisparse.scheduler.records import Record
 from .borrowing import Borrowing
 from .engine_config import EngineOptions, build_scheduler, make_kv_cache_config, make_vllm_config
 from .harness import leaves
-from .model_runner import VOCABULARY, WorkerRequest, sample, verify
+from .model_runner import ModelRunner, WorkerRequest
 from .offloading_ranks import OffloadingRanks
 from .ranks import CopyTiming, Rank, Span
 from .reports import step_metadata, step_result
@@ -32,7 +32,6 @@ from .state import full_state
 __all__ = ["ALL", "SchedulerRig"]
 
 ALL = 1 << 30  # every transfer
-INDEXER_GROUP = 1
 
 
 class SchedulerRig:
@@ -73,7 +72,7 @@ class SchedulerRig:
         self.offloading = [
             OffloadingRanks(self.ranks, child.scheduler, self.config, kv_cache_config) for child in others
         ]
-        self.requests: dict[str, WorkerRequest] = {}
+        self.model = ModelRunner(options, seed)
         self.in_flight: deque[tuple[Any, Any]] = deque()
         self.messages: list[StepMessage] = []
         self.outputs: dict[str, list[int]] = {}
@@ -87,7 +86,6 @@ class SchedulerRig:
         self.num_misses = 0  # that every scheduled request reports of its selections
         self.watch_refusals = False
         self._admits_nobody = False
-        self._random = random.Random(seed)
         self._order = random.Random(seed)
         self._adopted: dict[Record, int] = {}  # tokens of the prefix hit that it started on
         self._adopt = self.coordinator.adopt
@@ -188,7 +186,7 @@ class SchedulerRig:
         if self.borrowing is not None and nixl is not None:
             self.borrowing.accept(nixl.payload)
         self.check()
-        spans, sampled = self._run_model(output)
+        spans, sampled = self.model.run(output, self.num_resets, self._num_shared)
         counts = list(zip(self.ranks, num_completed or [ALL] * len(self.ranks), strict=True))
         self._order.shuffle(counts)  # ranks that share a pool need no particular one
         reports = [self._execute(rank, count, message, spans, *deepcopy(others)) for rank, count in counts]
@@ -272,55 +270,7 @@ class SchedulerRig:
         for rank in self.ranks:
             assert not published & rank.host_blocks_being_written(), "published before it is written"
 
-    # ---- what the model runner does
-
-    def _run_model(self, output: Any) -> tuple[list[Span], dict[str, list[int]]]:
-        self._update_requests(output)
-        spans, sampled = [], {}
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
-            request = self.requests[request_id]
-            drafts = self._drafts(request, len(output.scheduled_spec_decode_tokens.get(request_id, ())))
-            start, end = request.num_computed, request.num_computed + num_tokens
-            shared = self._adopted.get(self.coordinator.records[request_id], 0)
-            assert start >= shared, f"{request_id} writes token {start} of {shared} that it shares"
-            assert end <= len(request.tokens) + len(drafts), (request_id, end)
-            digests = request.context(drafts, end)
-            spans.append(Span(request_id, digests, start, list(request.indexer_blocks)))
-            sampled[request_id] = verify(digests, len(request.tokens), drafts)
-            request.num_computed = end
-            if new := sampled[request_id]:
-                request.tokens += new
-                request.num_computed = len(request.tokens) - 1
-        return spans, sampled
-
-    def _update_requests(self, output: Any) -> None:
-        for new in output.scheduled_new_reqs:
-            self.requests[new.req_id] = WorkerRequest(
-                list(new.prefill_token_ids),
-                new.num_computed_tokens,
-                list(new.block_ids[INDEXER_GROUP]),
-                self.num_resets,
-            )
-        cached = output.scheduled_cached_reqs
-        assert not cached.resumed_req_ids, "Model Runner V2 sees resumed requests as new ones"
-        optimistic = self.options.async_scheduling and self.options.num_drafts
-        for request_id, num_computed, blocks in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        ):
-            request = self.requests[request_id]
-            assert optimistic or request.num_computed == num_computed, request_id
-            if blocks is not None:
-                request.indexer_blocks += blocks[INDEXER_GROUP]
-
-    def _drafts(self, request: WorkerRequest, num_drafts: int) -> list[int]:
-        """As many drafts, each right three times out of four."""
-        digests = request.context([], len(request.tokens))
-        drafts: list[int] = []
-        for _ in range(num_drafts):
-            right = sample(digests[-1])
-            drafts.append(right if self._random.random() < 0.75 else (right + 1) % VOCABULARY)
-            digests = request.extended(digests, [*request.tokens, *drafts])
-        return drafts
+    # ---- what it does for the test
 
     def _propose(self, request_ids: list[str]) -> None:
         from vllm.v1.outputs import DraftTokenIds
@@ -342,6 +292,9 @@ class SchedulerRig:
         self._adopt(request_id, blocks)
         record = self.coordinator.records[request_id]
         self._adopted[record] = len(blocks) * self.options.page_tokens
+
+    def _num_shared(self, request_id: str) -> int:
+        return self._adopted.get(self.coordinator.records[request_id], 0)
 
     def _watched_allocate(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's `allocate_slots`; a refusal must not have changed anything."""
