@@ -1,5 +1,7 @@
 """Plain engines, without HiSparse: the same bits whatever the pool, the chunks and the batch."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,3 +74,16 @@ def test_a_cached_prefix_gives_the_same(tmp_path: Path) -> None:
         again = complete(llm, prompts, 8)
         assert counters(llm)["vllm:prefix_cache_hits"] >= before + 2 * 128
     assert again == first
+
+
+def test_an_engine_is_freed(tmp_path: Path) -> None:
+    """What the harness keeps from the garbage collector are modules, not the engines before."""
+    path = make_model(tmp_path, SEPARATE)
+    models = []
+    for _ in range(2):
+        with engine(path) as llm:
+            executor = llm.llm_engine.engine_core.engine_core.model_executor
+            models.append(weakref.ref(executor.driver_worker.worker.model_runner.get_model()))
+            del llm, executor
+    assert gc.get_freeze_count() > 0
+    assert [model() for model in models] == [None, None]

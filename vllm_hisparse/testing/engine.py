@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
 
 FIRST_WORD = 3  # the tokens before it are special
 NUM_LOGPROBS = 3
+
+_engines = 0  # that are up
+_modules = 0  # that have been frozen
 
 DEFAULTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -49,7 +55,7 @@ def engine(model: Path, **options: Any) -> Iterator[LLM]:
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-    with patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
+    with patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}), _modules_frozen():
         llm = None
         try:
             llm = LLM(str(model), **{**DEFAULTS, **options})
@@ -60,6 +66,31 @@ def engine(model: Path, **options: Any) -> Iterator[LLM]:
                 del llm
             ensure_kv_transfer_shutdown()
             cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def _modules_frozen() -> Iterator[None]:
+    """Garbage collections in here pass over what was imported before.
+
+    An engine collects a dozen times while it starts and stops, and each time goes through all that torch and
+    vLLM consist of, a third of a second. vLLM's own freeze and thaw are off: they take in the engine itself,
+    and give back everything.
+    """
+    global _engines, _modules
+    if not _engines and len(sys.modules) > _modules:
+        if not _modules:
+            atexit.register(
+                gc.unfreeze
+            )  # Triton's extension looks at the process's end for what was not freed
+        gc.collect()
+        gc.freeze()
+        _modules = len(sys.modules)
+    _engines += 1
+    try:
+        with patch.object(gc, "freeze", lambda: None), patch.object(gc, "unfreeze", lambda: None):
+            yield
+    finally:
+        _engines -= 1
 
 
 def complete(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int | Sequence[int]) -> list[Completion]:
