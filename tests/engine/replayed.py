@@ -87,11 +87,11 @@ class Tables:
             self.resident[:, slot] = self.host[slot] = self.hot_region[slot] = -1
             owned_before = {region: owner for region, owner in owned_before.items() if owner != slot}
         kept = {}
-        for slot, region, num_rows, blocks in message.regions:
+        for slot, region, num_rows, num_kept, blocks in message.regions:
             self.hot_region[slot] = region
             if region >= 0:
                 same = owned_before.get(region) == slot
-                kept[region] = min(num_rows, int(self.hot_rows[region])) if same else 0
+                kept[region] = num_kept if same else 0
                 self.hot_rows[region] = num_rows
                 self.hot[0, region, : len(blocks[0])] = torch.tensor(blocks[0], dtype=torch.int32)
         for slot, page, device_blocks, host_block in message.pages:
