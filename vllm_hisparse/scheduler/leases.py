@@ -262,6 +262,8 @@ class PageLeases:
 
     def take_changes(self) -> list[PageWrite]:
         """Entries of pages that changed since the last call, for requests the workers know."""
+        if not self._changed:
+            return []
         changed, self._changed = self._changed, {}
         return [self.entry(record, page) for record, page in changed if record.alive and record.slot >= 0]
 

@@ -19,6 +19,9 @@ class Changes(NamedTuple):
     pages: tuple[PageWrite, ...]
 
 
+NOTHING = Changes((), (), (), ())
+
+
 class Outbox:
     """Request slots, by which the workers know requests, and what the next message says of each."""
 
@@ -65,9 +68,12 @@ class Outbox:
 
     def take(self) -> Changes:
         """Everything since the last call."""
+        pages = self._take_pages()
+        if not (pages or self._bound or self._unbound or self._regions):
+            return NOTHING
         unbound, self._unbound = self._unbound, []
         bound, self._bound = self._bound, []
-        return Changes(tuple(unbound), tuple(bound), self._take_regions(), self._take_pages())
+        return Changes(tuple(unbound), tuple(bound), self._take_regions(), tuple(pages))
 
     def _take_regions(self) -> tuple[RegionWrite, ...]:
         writes, self._regions = self._regions, {}
@@ -77,10 +83,10 @@ class Outbox:
                 record.region.num_intact = record.region.num_rows
         return tuple(writes.values())
 
-    def _take_pages(self) -> tuple[PageWrite, ...]:
+    def _take_pages(self) -> list[PageWrite]:
         pages = self._leases.take_changes()
-        for record in [r for r in self.grown if r.slot >= 0]:
+        for record in [r for r in self.grown if r.slot >= 0] if self.grown else ():
             pages += [self._leases.entry(record, page) for page in range(record.num_sent, len(record.pages))]
             record.num_sent = len(record.pages)
             del self.grown[record]
-        return tuple(pages)
+        return pages

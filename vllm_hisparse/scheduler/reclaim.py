@@ -61,7 +61,9 @@ class Reclaimer:
 
         `newcomer`: see `reclaim`; None for a request that has no pages yet, but for `hit`. A pure query.
         """
-        offers = list(self._plan(missing, hit, newcomer))
+        if missing <= 0:
+            return 0
+        offers = [] if self._is_exhausted else list(self._plan(missing, hit, newcomer))
         total = sum(offer.num_freed for offer in offers)
         if total >= missing or not hit.num_clean:
             return total
@@ -77,19 +79,19 @@ class Reclaimer:
         `newcomer`, for whom room is made, gives up its own pages only after all others; if it needs a
         region, one is kept for it.
         """
-        for offer in list(self._plan(num_free - self._pool.get_num_free_blocks(), NO_HIT, newcomer)):
+        missing = num_free - self._pool.get_num_free_blocks()
+        if missing <= 0 or self._is_exhausted:
+            return
+        for offer in list(self._plan(missing, NO_HIT, newcomer)):
             for page in reversed(offer.pages):  # what is released last is reused first
                 for record in offer.members:
                     self._coordinator.leases.unpin(record, page)
             for record in offer.needy:
                 self._coordinator.grant_region(record)
-        if newcomer is None and self._pool.get_num_free_blocks() < num_free:
-            self._is_exhausted = True
+        self._is_exhausted = newcomer is None and self._pool.get_num_free_blocks() < num_free
 
     def _plan(self, missing: int, hit: Hit, newcomer: Record | None) -> Iterator[Offer]:
         """What would be given up to free `missing` blocks, or as many of them as there are."""
-        if self._is_exhausted or missing <= 0:
-            return
         size = self._coordinator.regions.num_blocks
         free_ids = self._free_ids(hit, newcomer)
         granted: set[Record] = set()
