@@ -20,6 +20,17 @@ out = torch.zeros(1)
 kernel[(1,)](torch.arange(8.0), out, N=8)
 print("result", out.item())
 """
+AGAIN = (
+    KERNEL
+    + """
+from triton.runtime import interpreter
+def refuse(*_):
+    raise AssertionError("it is patched already")
+interpreter._patch_builtin = refuse
+kernel[(1,)](torch.arange(1.0, 9.0), out, N=8)
+print("result", out.item())
+"""
+)
 BACKENDS = """
 from vllm_hisparse.cpu import interpreter
 interpreter.enable()
@@ -45,6 +56,10 @@ def run(source: str, **variables: str) -> str:
 
 def test_library_functions_are_interpreted_too() -> None:
     assert run(KERNEL) == "result 39.0"  # 28 + 7 + 4
+
+
+def test_the_language_is_patched_once() -> None:
+    assert run(AGAIN) == "result 48.0"  # 36 + 8 + 4
 
 
 def test_variable_reaches_children() -> None:
