@@ -32,6 +32,7 @@ from .planning.layout import Layout
 
 if TYPE_CHECKING:
     from .peers.borrowing import Borrower
+    from .peers.marks import Marks
     from .peers.reader import Reader
     from .runtime.runtime import HiSparseRuntime
     from .scheduler.coordinator import HiSparseCoordinator
@@ -74,6 +75,7 @@ class HiSparseNixlConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._coordinator: HiSparseCoordinator | None = None  # scheduler role, likewise
         self.reader: Reader | None = None  # worker role of a consumer, once the KV caches are registered
+        self._marks: Marks | None = None  # worker role of a producer, likewise
 
     def _make_nixl(self, role: KVConnectorRole, layout: Layout) -> NixlConnector:
         from .peers.lending import lent_kv_cache_config
@@ -91,7 +93,7 @@ class HiSparseNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self._coordinator = next(m for m in managers if isinstance(m, SourceManager)).coordinator
         self._nixl = self._make_nixl(KVConnectorRole.SCHEDULER, self._coordinator.layout)
         if not self._is_producer:
-            self._borrower = Borrower(self._coordinator, self._options.kv_lease_duration)
+            self._borrower = Borrower(self._coordinator)
 
     @property
     def _scheduler(self) -> NixlConnector:
@@ -177,14 +179,13 @@ class HiSparseNixlConnector(KVConnectorBase_V1, SupportsHMA):
         return self._lend(request)
 
     def _lend(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        from .peers.lending import HOST_GROUP, lease_terms, lent_blocks
+        from .peers.lending import HOST_GROUP, lent_blocks
 
         assert self._coordinator is not None
-        terms = lease_terms(self._options.kv_lease_duration)  # before it begins: rather too early
         blocks = lent_blocks(self._coordinator, request.request_id, request.num_computed_tokens)
         keeps, params = self._scheduler.request_finished_all_groups(request, blocks)
         assert keeps and params is not None, "a request that has computed something has blocks"
-        return keeps, {**params, **terms, HOST_GROUP: len(blocks) - 1}
+        return keeps, {**params, HOST_GROUP: len(blocks) - 1}
 
     # ---- worker role
 
@@ -197,9 +198,11 @@ class HiSparseNixlConnector(KVConnectorBase_V1, SupportsHMA):
             self.reader = self._make_reader(runtime)
             return
         from .peers.lending import lent_caches
+        from .peers.marks import Marks
 
+        self._marks = Marks(runtime.layout.num_host_blocks, runtime.layout.page_tokens)
         self._nixl = self._make_nixl(KVConnectorRole.WORKER, runtime.layout)
-        self._nixl.register_kv_caches(lent_caches(runtime.memory))
+        self._nixl.register_kv_caches(lent_caches(runtime.memory, self._marks))
 
     def _make_reader(self, runtime: "HiSparseRuntime") -> "Reader":
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -233,7 +236,8 @@ class HiSparseNixlConnector(KVConnectorBase_V1, SupportsHMA):
         if self.reader is not None:
             self.reader.accept(_decoder.decode(meta.payload) if meta.payload else _NOTHING)
         else:
-            assert self._nixl is not None and meta.lending is not None
+            assert self._nixl is not None and self._marks is not None and meta.lending is not None
+            self._marks.update(meta.lending.reqs_in_batch, meta.lending.reqs_not_processed)
             self._nixl.bind_connector_metadata(meta.lending)
             self._nixl.start_load_kv(forward_context, **kwargs)
             self._nixl.clear_connector_metadata()
@@ -241,8 +245,10 @@ class HiSparseNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Imports that have ended on this rank, pages that have been read or whose lease has ended."""
         if self.reader is None:
-            assert self._nixl is not None
-            return self._nixl.get_transfer_results(finished_req_ids)
+            assert self._nixl is not None and self._marks is not None
+            results = self._nixl.get_transfer_results(finished_req_ids)
+            self._marks.update((), results.finished_sending)
+            return results
         ended, failed = self.reader.poll()
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 

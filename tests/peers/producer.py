@@ -15,8 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import Nix
 
 from tests.servers import free_port
 from vllm_hisparse.peers.addresses import ABSENT
+from vllm_hisparse.peers.marks import Marks
 from vllm_hisparse.peers.messages import Peer
-from vllm_hisparse.peers.wire import device_region, host_region
+from vllm_hisparse.peers.wire import MARKS_REGION, device_region, host_region
 from vllm_hisparse.planning.geometry import Shape, make_geometry
 from vllm_hisparse.planning.layout import Layout
 from vllm_hisparse.runtime.memory import Memory
@@ -71,6 +72,7 @@ class Producer:
     peer: Peer
     regions: list[_Region]
     agent: Any
+    marks: Marks | None  # with HiSparse: of "there", the request that `test_reader.py` reads
     kept: list[Any] = field(default_factory=list)  # memory and registrations
 
     def rows(self, name: str, block: int, at: int = 0, num_bytes: int | None = None) -> torch.Tensor:
@@ -87,7 +89,7 @@ class Producer:
         return found
 
 
-def _plain_regions(layout: Layout) -> tuple[list[_Region], list[torch.Tensor]]:
+def _plain_regions(layout: Layout) -> tuple[list[_Region], list[torch.Tensor], None]:
     """Keys in block list 0, rows in block list 1, one tensor each, with gaps between blocks."""
     regions, memory = [], []
     names = [(n, layout.geometry.shape.indexer_page_bytes, 0) for n in layout.indexer_layers]
@@ -96,10 +98,10 @@ def _plain_regions(layout: Layout) -> tuple[list[_Region], list[torch.Tensor]]:
         pool = torch.randint(0, 256, (NUM_BLOCKS, num_bytes + 32), dtype=torch.uint8)
         memory.append(pool)
         regions.append(_Region(name, pool[:, :num_bytes], group))
-    return regions, memory
+    return regions, memory, None
 
 
-def _hisparse_regions(layout: Layout) -> tuple[list[_Region], list[torch.Tensor]]:
+def _hisparse_regions(layout: Layout) -> tuple[list[_Region], list[torch.Tensor], Marks]:
     """As `lending.py` offers them: block lists of keys, parts and host pages."""
     memory = Memory(layout, torch.device("cpu"))
     memory.host_pool = memory.host_pool.clone()  # the process has one host pool of a size
@@ -110,7 +112,11 @@ def _hisparse_regions(layout: Layout) -> tuple[list[_Region], list[torch.Tensor]
     for group in range(len(layout.index_groups)):
         rows = memory.group_host_rows(group).view(layout.num_host_blocks, -1)
         regions.append(_Region(host_region(group), rows, 1 + layout.num_parts))
-    return regions, [memory.device_pool, memory.host_pool]
+    marks = Marks(layout.num_host_blocks, layout.page_tokens)
+    marks.update(["there"], [])
+    table = marks.table.view(torch.uint8)
+    regions.append(_Region(MARKS_REGION, table, 1 + layout.num_parts))
+    return regions, [memory.device_pool, memory.host_pool, table], marks
 
 
 @contextmanager
@@ -118,7 +124,7 @@ def producer(layout: Layout, hisparse: bool, compatibility: str = COMPATIBILITY)
     """A producer of `layout`'s pages, laid out as plain vLLM does it or as HiSparse does."""
     from nixl._api import nixl_agent, nixl_agent_config
 
-    regions, memory = (_hisparse_regions if hisparse else _plain_regions)(layout)
+    regions, memory, marks = (_hisparse_regions if hisparse else _plain_regions)(layout)
     agent = nixl_agent(str(uuid.uuid4()), nixl_agent_config(backends=["UCX"]))
     kept = [agent.register_memory(pool, backends=["UCX"]) for pool in memory]
     peer = Peer(f"engine-{uuid.uuid4()}", "127.0.0.1", free_port(), 1)
@@ -150,7 +156,7 @@ def producer(layout: Layout, hisparse: bool, compatibility: str = COMPATIBILITY)
     )
     listener.start()
     ready.wait()
-    found = Producer(peer, regions, agent, [memory, kept])
+    found = Producer(peer, regions, agent, marks, [memory, kept])
     try:
         yield found
     finally:

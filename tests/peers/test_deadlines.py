@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_hisparse.peers.deadlines import Clock, Heartbeats, renewed_s
+from vllm_hisparse.peers.deadlines import Heartbeats, renewed_s
 
 END = (
     130.0  # of a lease without heartbeats; each is good for 20 s, and has to be sent a second before the end
@@ -43,7 +43,3 @@ def test_what_is_not_wanted_any_more_is_forgotten() -> None:
 def test_a_heartbeat_is_good_for_whole_seconds() -> None:
     """As vLLM counts them: 10 s make 6, not 6.67."""
     assert [renewed_s(lease) for lease in (6, 10, 30)] == [4, 6, 20]
-
-
-def test_a_producers_clock() -> None:
-    assert Clock(offset_s=-900.0, read_at=0.0).here(1000.0) == 100.0

@@ -2,21 +2,17 @@
 
 import time
 from collections.abc import Callable, Iterator
-from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_scheduler
 
 from tests.peers.producer import COMPATIBILITY, Producer, block_lists, make_layout, producer
 from tests.servers import free_port
 from vllm_hisparse import ops
-from vllm_hisparse.peers import deadlines
 from vllm_hisparse.peers.addresses import ABSENT
-from vllm_hisparse.peers.deadlines import Clock
+from vllm_hisparse.peers.deadlines import renewed_s
 from vllm_hisparse.peers.links import Agent, Links, remote_ranks
 from vllm_hisparse.peers.messages import ImportJob, PageImport, PeerMessage
 from vllm_hisparse.peers.reader import Reader
@@ -307,25 +303,18 @@ def test_a_producer_that_has_come_back_as_another(make_consumer: MakeConsumer) -
         assert consumer.run(work) == ({"r"}, set())
 
 
-@pytest.mark.parametrize("ahead", [-1e5, 0.0, 1e5], ids=["younger-clock", "same-clock", "older-clock"])
 @pytest.mark.parametrize("to_host", [False, True], ids=["device", "host"])
-def test_a_lease_that_has_ended(
-    make_consumer: MakeConsumer, monkeypatch: pytest.MonkeyPatch, to_host: bool, ahead: float
-) -> None:
-    """The producer has given the pages to others by then: none is taken, by whatever clock it counts."""
-    monkeypatch.setattr(base_scheduler, "time", SimpleNamespace(perf_counter=lambda: perf_counter() + ahead))
+def test_a_lease_that_has_ended(make_consumer: MakeConsumer, to_host: bool) -> None:
+    """The producer has given the pages to others by then: they do not count."""
     layout = make_layout((3,), 2)
     with producer(layout, True) as found:
         consumer = make_consumer(layout)
         work = job(found, layout, to_host, False)
-        late = replace(work, expires=perf_counter() + ahead)
-        assert consumer.run(late) == ({"r"}, {"r"})
-        assert consumer.reader.counters.reads == 0
-        assert not consumer.memory.host_pool.any() and not consumer.memory.device_pool.any()
-        assert consumer.run(replace(work, expires=perf_counter() + ahead + LIMIT_S)) == ({"r"}, set())
-        device, host = expected(found, layout, work)
-        assert torch.equal(consumer.memory.host_pool, host)
-        assert torch.equal(clear_staging(layout, work, consumer.memory.device_pool), device)
+        assert consumer.run(work) == ({"r"}, set())
+        assert found.marks is not None
+        found.marks.update([], ["there"])
+        assert consumer.run(work) == ({"r"}, {"r"})
+        assert consumer.reader.counters.failed == 1
 
 
 def test_a_lease_that_ends_while_pages_are_read(
@@ -338,59 +327,63 @@ def test_a_lease_that_ends_while_pages_are_read(
         consumer.reader.accept(PeerMessage(jobs=(job(found, layout, False, False),)))
         while not consumer.reader.counters.reads:
             consumer.reader.poll()
+        assert found.marks is not None
+        found.marks.update([], ["there"])
         monkeypatch.undo()
-        monkeypatch.setattr(consumer.links, "kept_until", lambda *_: time.monotonic() - 1)
         assert consumer.finish() == ({"r"}, {"r"})
 
 
-def test_a_producer_that_does_not_say_when_its_lease_began(make_consumer: MakeConsumer) -> None:
+def test_more_jobs_than_rows_for_marks(make_consumer: MakeConsumer) -> None:
+    layout = make_layout((2, 1), 1)
+    with producer(layout, True) as found:
+        consumer = make_consumer(layout)
+        del consumer.agent.free_marks[1:]
+        jobs = [replace(job(found, layout, False, False), request_id=f"r{i}") for i in range(4)]
+        assert consumer.run(*jobs) == ({"r0", "r1", "r2", "r3"}, set())
+        assert len(consumer.agent.free_marks) == 1
+
+
+def test_a_plain_producers_lease_that_may_have_ended(make_consumer: MakeConsumer) -> None:
     """Two thirds of one from the request's arrival are left, waiting for blocks included."""
     layout = make_layout((2, 1), 1)
     with producer(layout, False) as found:
         consumer = make_consumer(layout)
         work = job(found, layout, True, False)
         assert consumer.run(replace(work, age_s=LIMIT_S * 2 / 3)) == ({"r"}, {"r"})
+        assert not consumer.reader.counters.reads
         assert consumer.run(replace(work, age_s=1.0)) == ({"r"}, set())
 
 
-@pytest.mark.parametrize("in_time", [True, False])
-def test_a_heartbeat_in_time_renews_a_lease(
-    make_consumer: MakeConsumer, monkeypatch: pytest.MonkeyPatch, in_time: bool
+def test_a_plain_producers_lease_that_ends_while_pages_are_read(
+    make_consumer: MakeConsumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deadlines, "MARGIN_S", 0.0)
     layout = make_layout((2, 1), 1)
-    with producer(layout, True) as found:
+    with producer(layout, False) as found:
+        consumer = make_consumer(layout)
+        monkeypatch.setattr(consumer.agent, "state", lambda handle: "PROC")
+        consumer.reader.accept(PeerMessage(jobs=(job(found, layout, False, False),)))
+        while not consumer.reader.counters.reads:
+            consumer.reader.poll()
+        monkeypatch.undo()
+        monkeypatch.setattr(consumer.links, "kept_until", lambda *_: time.monotonic() - 1)
+        assert consumer.finish() == ({"r"}, {"r"})
+
+
+def test_heartbeats_keep_a_plain_producers_lease(make_consumer: MakeConsumer) -> None:
+    layout = make_layout((2, 1), 1)
+    with producer(layout, False) as found:
         consumer = make_consumer(layout)
         consumer.run(ImportJob("first", found.peer, "first"))
-        link = consumer.links.get(found.peer)
-        assert link is not None
-
-        def its_time() -> float:
-            return time.monotonic() - link.clock.offset_s
-
-        before = its_time()
         consumer.reader.accept(PeerMessage(heartbeats=((found.peer, ("there",)),)))
         assert found.hear(2) == ["first:1", "HB:there"]
-        expires = its_time() if in_time else before
-        assert consumer.run(replace(job(found, layout, True, False), expires=expires)) == (
-            {"r"},
-            set() if in_time else {"r"},
-        )
-
-
-def test_a_producers_clock_is_read_again(make_consumer: MakeConsumer) -> None:
-    """Two clocks drift apart. The link stays: others read over it."""
-    layout = make_layout((2, 1), 1)
-    with producer(layout, True) as found:
-        consumer = make_consumer(layout)
-        consumer.run(ImportJob("first", found.peer, "first"))
         link = consumer.links.get(found.peer)
         assert link is not None
-        link.clock = Clock(1e5, -1e5)  # as if from long ago; by it every lease would last
-        work = replace(job(found, layout, True, False), expires=perf_counter())
-        assert consumer.run(work) == ({"r"}, {"r"})
-        assert consumer.links.get(found.peer) is link
-        assert abs(link.clock.offset_s) < 1e4
+        work = job(found, layout, True, False)
+        now = time.monotonic()
+        in_time = consumer.links.kept_until(link, work, now - 10)
+        assert now < in_time < now + LIMIT_S
+        too_late = consumer.links.kept_until(link, work, now - LIMIT_S)
+        assert too_late == now - LIMIT_S + renewed_s(LIMIT_S)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ REMOTE = "WAITING_FOR_REMOTE_KVS"
 
 def borrow(rig: SchedulerRig, request_id: str, prompt: range, max_tokens: int = 4, **options: Any) -> Any:
     """Add a request whose prompt a producer has."""
-    params = transfer_params(len(prompt), rig.options.page_tokens, **options)
+    params = transfer_params(len(prompt), rig.options.page_tokens, **{"theirs": f"p-{request_id}", **options})
     return rig.add(request_id, prompt, max_tokens, params)
 
 
@@ -258,34 +258,43 @@ def test_the_producer_hears_of_waiting_requests(make_rig: Any) -> None:
     borrow(rig, "b", range(80))
     rig.step()
     ((peer, requests),) = rig.borrowing.heartbeats
-    assert (peer.engine_id, requests) == ("producer", ("there",))
+    assert (peer.engine_id, requests) == ("producer", ("p-b",))
     rig.run()
 
 
 def test_how_long_the_pages_are_there_is_told_to_the_workers(make_rig: Any) -> None:
-    """Since when this engine has known of the request, which may wait long, and what its producer says."""
+    """Since when this engine has known of the request, which may wait for long."""
     rig = make_rig(**{**TIGHT, "max_requests": 1})
     rig.add("a", range(300, 320), max_tokens=6)
     rig.step()
-    rig.add("b", range(80), 4, {**transfer_params(80, 4), "remote_blocks_expiry_time": 4711.5})
+    borrow(rig, "b", range(80))
     time.sleep(0.1)
     while "b" not in rig.borrowing.jobs:
         rig.step()
-    job = rig.borrowing.jobs["b"]
-    assert job.age_s >= 0.1
-    assert job.expires == 4711.5
+    assert rig.borrowing.jobs["b"].age_s >= 0.1
     rig.run()
 
 
+def test_pages_are_read_once(make_rig: Any) -> None:
+    """Of two requests with the same parameters (several answers, a client that tries again), whenever they
+    come, one reads; the producer does not hear of the others, or it would free pages that are being read.
+    """
+    rig = make_rig(num_device_blocks=150, **CONSUMER)
+    for name in "abc":
+        borrow(rig, name, range(80), theirs="one")
+    rig.step()
+    (reader,) = rig.borrowing.jobs
+    rig.abort(next(name for name in "abc" if name != reader))
+    rig.run()
+    borrow(rig, "later", range(80), theirs="one")
+    rig.run()
+    assert rig.borrowing.released == []
+    assert rig.coordinator.imports.counters.arrived == 1
+    assert len(rig.outputs[reader]) == len(rig.outputs["later"]) == 4
+
+
 @pytest.mark.parametrize(
-    "damage",
-    [
-        {"remote_block_ids": None},
-        {"remote_block_ids": [[1, 2]]},
-        {"pp_size": 2},
-        {"tp_size": None},
-        {"hisparse_lease_s": 31},
-    ],
+    "damage", [{"remote_block_ids": None}, {"remote_block_ids": [[1, 2]]}, {"pp_size": 2}, {"tp_size": None}]
 )
 def test_what_cannot_be_imported_is_computed(make_rig: Any, damage: dict[str, Any]) -> None:
     rig = make_rig(**TIGHT)

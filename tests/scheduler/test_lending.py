@@ -1,6 +1,5 @@
 """Prompts computed for another engine: their pages stay as they were until that engine has read them."""
 
-import time
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ def check_lent(rig: SchedulerRig, request_id: str, prompt: range, expected: list
     params = rig.lent[request_id]
     keys, *parts, host = params["remote_block_ids"]
     assert params["hisparse_host_group"] == 1 + len(parts)
-    assert params["hisparse_lease_s"] == 30
-    assert params["remote_blocks_expiry_time"] < time.perf_counter() + 30
     size = rig.options.page_tokens
     assert len(keys) == len(host) == -(-len(prompt) // size)
     for page, host_block in enumerate(host):

@@ -133,7 +133,8 @@ class Machine(RuleBasedStateMachine):
         options = self.rig.options
         length = min(length, options.max_model_len - 1)
         num_pages = -(-length // options.page_tokens)
-        transfer = transfer_params(length, options.page_tokens, [p for p in from_host if p < num_pages])
+        on_host = [p for p in from_host if p < num_pages]
+        transfer = transfer_params(length, options.page_tokens, on_host, f"p{self.num_added}")
         prompt = [(family * 7 + j * 3) % VOCABULARY for j in range(length)]
         max_tokens = min(max_tokens, options.max_model_len - length)
         self.rig.add(f"r{self.num_added}", prompt, max_tokens, transfer)

@@ -7,8 +7,9 @@ import numpy as np
 
 from vllm_hisparse.planning.layout import Layout
 
+from .marks import row_bytes, row_of
 from .messages import ImportJob, PageImport
-from .wire import DEVICE_REGION, Region, RemoteRank, device_region, host_region
+from .wire import DEVICE_REGION, MARKS_REGION, Region, RemoteRank, device_region, host_region
 
 __all__ = ["AddressBook", "Ranges", "Unreadable"]
 
@@ -57,6 +58,7 @@ class AddressBook:
             )
         page, key_page = layout.page_bytes, layout.geometry.shape.indexer_page_bytes
         self._hosts: list[Region] = []
+        self._marks: Region | None = None
         if not any(name.startswith(DEVICE_REGION) for name in remote.regions):
             self._layers = [self._region(remote, name, page) for name in layout.layers]
             self._indexers = [self._region(remote, name, key_page) for name in layout.indexer_layers]
@@ -70,8 +72,9 @@ class AddressBook:
         places = zip(layout.layer_offset, layout.layer_part, strict=True)
         self._layers = [_inside(whole, offset, page, 1 + part) for offset, part in places]
         self._indexers = [_inside(whole, offset, key_page, 0) for offset in layout.indexer_offset]
-        for group, row_bytes in enumerate(layout.group_row_bytes):
-            self._hosts.append(self._region(remote, host_region(group), layout.page_tokens * row_bytes))
+        for group, group_row_bytes in enumerate(layout.group_row_bytes):
+            self._hosts.append(self._region(remote, host_region(group), layout.page_tokens * group_row_bytes))
+        self._marks = self._region(remote, MARKS_REGION, row_bytes(layout.page_tokens))
 
     def _region(self, remote: RemoteRank, name: str, block_bytes: int) -> Region:
         region = remote.regions.get(name)
@@ -82,6 +85,18 @@ class AddressBook:
                 "both engines have to store the same layers the same way"
             )
         return region
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the producer marks requests whose pages it lends."""
+        return self._marks is not None
+
+    def add_mark(self, ranges: Ranges, request_id: str, to: int) -> None:
+        """Range of the producer's row of marks that has the request's, to go to address `to` of the host."""
+        region = self._marks
+        assert region is not None
+        source = region.base + row_of(request_id, region.num_blocks) * region.stride_bytes
+        ranges.add("DRAM", region.memory, to, source, region.block_bytes)
 
     def is_on_host(self, job: ImportJob, page: int) -> bool:
         """Whether the producer has the page in its host pool."""

@@ -11,12 +11,13 @@ from vllm.v1.request import Request
 from vllm_hisparse.scheduler.coordinator import HiSparseCoordinator
 
 from .addresses import ABSENT
-from .lending import EXPIRES, HOST_GROUP, LEASE_S
+from .lending import HOST_GROUP
 from .messages import ImportJob, PageImport, Peer, PeerMessage
 
 __all__ = ["Borrower"]
 
 logger = init_logger("vllm.vllm_hisparse")
+MAX_READERS = 10_000  # the latest are known, for clients that repeat a request
 NEEDED = (
     "remote_engine_id",
     "remote_request_id",
@@ -30,10 +31,9 @@ NEEDED = (
 class Borrower:
     """Imports of one engine. vLLM's scheduler is its only caller."""
 
-    def __init__(self, coordinator: HiSparseCoordinator, lease_s: int) -> None:
-        """`lease_s`: of this engine's `kv_lease_duration`, which the producers' has to be as well."""
+    def __init__(self, coordinator: HiSparseCoordinator) -> None:
         self._coordinator = coordinator
-        self._lease_s = lease_s
+        self._readers: dict[tuple[str, str], str] = {}  # (engine, its request) -> request that it is told of
         self._came: dict[str, float] = {}  # request with a prompt elsewhere -> time.monotonic() then
         (self._indexer,) = (m for m in coordinator.on_device if m not in coordinator.resident)
         self._running: set[str] = set()  # requests whose jobs have not ended
@@ -58,13 +58,11 @@ class Borrower:
                 missing,
             )
             return False
-        if params.get(LEASE_S, self._lease_s) != self._lease_s:
+        if not self._is_first(request.request_id, params):
             logger.warning(
-                "HiSparse: %s is computed here: its producer has kv_lease_duration %s, this engine %s, which "
-                "could not tell whether the pages are still there",
+                "HiSparse: %s is computed here: another request came with the same kv_transfer_params, and a "
+                "producer keeps pages until they were read once",
                 request.request_id,
-                params[LEASE_S],
-                self._lease_s,
             )
             return False
         num_pages = -(-num_tokens // self._coordinator.layout.page_tokens)
@@ -84,6 +82,7 @@ class Borrower:
         if not num_tokens:
             self.release(request_id, params)
             return
+        self._claim(request_id, params)
         record = self._coordinator.records[request_id]
         known = self._coordinator.imports[request_id]
         on_host = set(known.host_pages)
@@ -105,7 +104,6 @@ class Borrower:
                 tuple((p, blocks[p].block_id) for p in range(known.first_key_page, len(record.pages))),
                 tuple(zip(*record.region.block_ids, strict=True)) if on_host and record.region else (),
                 time.monotonic() - self._came[request_id],
-                params.get(EXPIRES),
             )
         )
 
@@ -113,9 +111,18 @@ class Borrower:
         return tuple(m.req_to_blocks[request_id][page].block_id for m in self._coordinator.resident)
 
     def release(self, request_id: str, params: Mapping[str, Any]) -> None:
-        """Tell the producer that its pages are not wanted."""
-        if all(params.get(key) is not None for key in NEEDED):
+        """Tell the producer that its pages are not wanted, unless another request reads them."""
+        if all(params.get(key) is not None for key in NEEDED) and self._is_first(request_id, params):
+            self._claim(request_id, params)
             self._jobs.append(ImportJob(request_id, _peer(params), params["remote_request_id"]))
+
+    def _is_first(self, request_id: str, params: Mapping[str, Any]) -> bool:
+        return self._readers.get(_source(params), request_id) == request_id
+
+    def _claim(self, request_id: str, params: Mapping[str, Any]) -> None:
+        self._readers[_source(params)] = request_id
+        if len(self._readers) > MAX_READERS:
+            del self._readers[next(iter(self._readers))]
 
     def finished(self, request_id: str, failed: bool) -> None:
         """The request has ended, whatever state its import is in; because of it, if it `failed`."""
@@ -153,6 +160,10 @@ class Borrower:
             for engine_id, info in meta.heartbeat_by_engine.items()
         )
         return PeerMessage(tuple(jobs), tuple(cancelled), heartbeats)
+
+
+def _source(params: Mapping[str, Any]) -> tuple[str, str]:
+    return params["remote_engine_id"], params["remote_request_id"]
 
 
 def _peer(params: Mapping[str, Any]) -> Peer:

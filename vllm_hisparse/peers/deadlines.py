@@ -1,4 +1,4 @@
-"""Until when a producer is sure to keep a request's pages. It answers no question about that.
+"""Until when a producer without HiSparse is sure to keep a request's pages; it has no marks of what it lends.
 
 It keeps them for the duration of a lease from the end of the prompt on, and after a heartbeat for two thirds
 of one. A heartbeat that comes when the lease has ended changes nothing: the pages may be somebody else's by
@@ -6,9 +6,8 @@ then, and whoever reads them gets other bytes without any error.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-__all__ = ["Clock", "Heartbeats", "TooLate", "renewed_s"]
+__all__ = ["Heartbeats", "TooLate", "renewed_s"]
 
 MARGIN_S = 1.0  # longest time from here to a producer, and before it looks
 
@@ -20,18 +19,6 @@ class TooLate(RuntimeError):
 def renewed_s(lease_s: int) -> int:
     """Seconds that a heartbeat is good for, with leases of `lease_s`; vLLM's rule."""
     return lease_s * 2 // 3
-
-
-@dataclass(frozen=True)
-class Clock:
-    """The clock that a producer's deadlines are of, as its handshake gave it."""
-
-    offset_s: float  # to be added for `time.monotonic()` of this process; rather too little than too much
-    read_at: float  # time.monotonic()
-
-    def here(self, deadline: float) -> float:
-        """`deadline` in `time.monotonic()`, at most a round trip early."""
-        return deadline + self.offset_s
 
 
 class Heartbeats:

@@ -3,10 +3,10 @@
 Leases, expiry, handshake and notifications are NixlConnector's. It sees other groups than the engine has:
 indexer keys, one group a part of the resident pages, and host pages. A page is offered on one of the two
 tiers, with `ABSENT` in the other's list. Device blocks are one region as a whole, since keys and parts share
-them; host pages are one region an index group, whose layers' rows lie side by side.
+them; host pages are one region an index group, whose layers' rows lie side by side. One more region has marks
+of the requests whose pages are lent.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,22 +26,12 @@ from vllm_hisparse.scheduler.coordinator import HiSparseCoordinator
 from vllm_hisparse.scheduler.residency import STATES, Host
 
 from .addresses import ABSENT
-from .wire import device_region, host_region
+from .marks import Marks, row_bytes
+from .wire import MARKS_REGION, device_region, host_region
 
-__all__ = [
-    "EXPIRES",
-    "HOST_GROUP",
-    "LEASE_S",
-    "lease_terms",
-    "lent_blocks",
-    "lent_caches",
-    "lent_kv_cache_config",
-]
+__all__ = ["HOST_GROUP", "lent_blocks", "lent_caches", "lent_kv_cache_config"]
 
-# In kv_transfer_params:
-HOST_GROUP = "hisparse_host_group"  # which block list is that of host pages
-LEASE_S = "hisparse_lease_s"  # seconds of a lease
-EXPIRES = "remote_blocks_expiry_time"  # its end without heartbeats, by the clock of handshakes; vLLM's word
+HOST_GROUP = "hisparse_host_group"  # in kv_transfer_params: which block list is that of host pages
 
 
 def lent_kv_cache_config(kv_cache_config: KVCacheConfig, layout: Layout) -> KVCacheConfig:
@@ -49,11 +39,13 @@ def lent_kv_cache_config(kv_cache_config: KVCacheConfig, layout: Layout) -> KVCa
     source, indexer = kv_cache_config.kv_cache_groups[:2]
     row = next(iter(iter_layer_specs(source.kv_cache_spec)))  # all layers' rows are equally long
     keys = next(iter(iter_layer_specs(indexer.kv_cache_spec)))
+    token_bytes = {host_region(group): size for group, size in enumerate(layout.group_row_bytes)}
+    token_bytes[MARKS_REGION] = row_bytes(layout.page_tokens) // layout.page_tokens
     host = {
-        host_region(group): MLAAttentionSpec(
-            block_size=layout.page_tokens, num_kv_heads=1, head_size=row_bytes, dtype=torch.uint8
+        name: MLAAttentionSpec(
+            block_size=layout.page_tokens, num_kv_heads=1, head_size=size, dtype=torch.uint8
         )
-        for group, row_bytes in enumerate(layout.group_row_bytes)
+        for name, size in token_bytes.items()
     }
     groups = [
         KVCacheGroupSpec([device_region(layout), *indexer.layer_names], keys),
@@ -63,20 +55,19 @@ def lent_kv_cache_config(kv_cache_config: KVCacheConfig, layout: Layout) -> KVCa
     return replace(kv_cache_config, kv_cache_groups=groups, hisparse_shared_host_pool=False)
 
 
-def lent_caches(memory: Memory) -> dict[str, torch.Tensor]:
-    """Views of both pools, uint8 [blocks, 1, 1 or page_tokens, bytes], by names of `lent_kv_cache_config`."""
+def lent_caches(memory: Memory, marks: Marks) -> dict[str, torch.Tensor]:
+    """Views of both pools and of the marks, uint8 [blocks or rows, 1, 1 or page_tokens, bytes], by names of
+    `lent_kv_cache_config`.
+    """
     layout = memory.layout
     blocks, stride = layout.num_device_blocks, layout.block_stride_bytes
     views = {device_region(layout): memory.device_pool[: blocks * stride].view(blocks, 1, 1, stride)}
-    for group, row_bytes in enumerate(layout.group_row_bytes):
+    for group in range(len(layout.index_groups)):
         rows = memory.group_host_rows(group)
-        views[host_region(group)] = rows.view(layout.num_host_blocks, 1, layout.page_tokens, row_bytes)
+        views[host_region(group)] = rows.view(layout.num_host_blocks, 1, layout.page_tokens, -1)
+    table = marks.table.view(torch.uint8)
+    views[MARKS_REGION] = table.view(len(table), 1, layout.page_tokens, -1)
     return views
-
-
-def lease_terms(lease_s: int) -> dict[str, float]:
-    """Parameters that tell of a lease which begins now."""
-    return {LEASE_S: lease_s, EXPIRES: time.perf_counter() + lease_s}
 
 
 def lent_blocks(coordinator: HiSparseCoordinator, request_id: str, num_tokens: int) -> tuple[list[int], ...]:

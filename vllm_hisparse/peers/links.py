@@ -16,7 +16,8 @@ from vllm_hisparse.planning.layout import Layout
 from vllm_hisparse.runtime.memory import Memory
 
 from .addresses import AddressBook, Ranges
-from .deadlines import Clock, Heartbeats, renewed_s
+from .deadlines import Heartbeats, renewed_s
+from .marks import row_bytes
 from .messages import ImportJob, Peer
 from .wire import RemoteRank, shake_hands
 
@@ -24,7 +25,7 @@ __all__ = ["Agent", "Link", "Links", "ReadError", "remote_ranks"]
 
 logger = init_logger("vllm.vllm_hisparse")
 BACKENDS = ["UCX"]
-CLOCK_S = 600.0  # after which a producer's clock is read again: no two run equally fast
+NUM_MARK_ROWS = 64  # producers' marks that can be looked at at a time
 
 
 class ReadError(RuntimeError):
@@ -50,10 +51,10 @@ def remote_ranks(rank: int, num_ranks: int, num_remote: int) -> tuple[list[int],
 
 
 class Agent:
-    """A NIXL agent over both pools. Reads only; not thread-safe."""
+    """A NIXL agent over both pools, and rows for producers' marks. Reads only; not thread-safe."""
 
     def __init__(self, memory: Memory) -> None:
-        """Registers both pools. Raises ValueError without the package nixl."""
+        """Registers its memory. Raises ValueError without the package nixl."""
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
@@ -67,10 +68,14 @@ class Agent:
         self.memory = "DRAM" if on_device.type == "cpu" else "VRAM"
         self.device_base = memory.device_pool.data_ptr()
         self.host_base = memory.host_pool.data_ptr()
+        row = row_bytes(memory.layout.page_tokens)
+        self.marks = torch.zeros(NUM_MARK_ROWS, row, dtype=torch.uint8).view(torch.int64)  # [rows, marks]
+        self.free_marks = list(range(NUM_MARK_ROWS))  # rows that nobody reads into
         self._device_ids = {"DRAM": 0, "VRAM": max(on_device.index or 0, 0)}
         self._registered = [
             self._register(memory.device_pool, self.memory),
             self._register(memory.host_pool, "DRAM"),
+            self._register(self.marks, "DRAM"),
         ]
 
     def _register(self, pool: torch.Tensor, memory: str) -> Any:
@@ -117,7 +122,7 @@ class Agent:
         return True
 
     def close(self) -> None:
-        """Deregister the pools."""
+        """Deregister the memory."""
         for descriptors in self._registered:
             self.nixl.deregister_memory(descriptors, backends=BACKENDS)
         self._registered.clear()
@@ -138,7 +143,6 @@ class Link:
     num_readers: int  # ranks of this engine that each of them waits for
     book: AddressBook
     device_ids: dict[str, int]  # of the rank that is read, by memory
-    clock: Clock
     is_broken: bool = False  # reads fail; whoever asks for it next shakes hands again
 
 
@@ -167,11 +171,10 @@ class Links:
         is tried again.
         """
         link = self._links.get(peer.engine_id)
-        if link is not None and link.is_broken:
-            self._remove(link)
-            link = None
-        if link is not None and time.monotonic() - link.clock.read_at < CLOCK_S:
+        if link is not None and not link.is_broken:
             return link
+        if link is not None:
+            self._remove(link)
         pending = self._pending.get(peer.engine_id)
         if pending is None:
             ranks, _ = remote_ranks(self._rank, self._num_ranks, peer.num_ranks)
@@ -180,10 +183,7 @@ class Links:
         if not pending.done():
             return None
         del self._pending[peer.engine_id]
-        remotes = pending.result()
-        if link is None:
-            link = self._links[peer.engine_id] = self._connect(peer, remotes)
-        link.clock = remotes[0].clock
+        link = self._links[peer.engine_id] = self._connect(peer, pending.result())
         return link
 
     def _shake_all(self, peer: Peer, ranks: list[int]) -> list[RemoteRank]:
@@ -195,8 +195,7 @@ class Links:
         book = AddressBook(self._layout, agent.device_base, agent.host_base, agent.memory, first)
         names = [agent.nixl.add_remote_agent(remote.agent) for remote in remotes]
         _, num_readers = remote_ranks(self._rank, self._num_ranks, peer.num_ranks)
-        device_ids = {"DRAM": 0, "VRAM": first.device_id}
-        return Link(peer, names[0], names, num_readers, book, device_ids, first.clock)
+        return Link(peer, names[0], names, num_readers, book, {"DRAM": 0, "VRAM": first.device_id})
 
     def _remove(self, link: Link) -> None:
         del self._links[link.peer.engine_id]
@@ -218,12 +217,12 @@ class Links:
             self._heartbeats.sent(peer.engine_id, requests, now)
 
     def kept_until(self, link: Link, job: ImportJob, since: float) -> float:
-        """Until when (`time.monotonic()`) the producer is sure to keep the pages of a job.
+        """Until when (`time.monotonic()`) a producer without HiSparse is sure to keep the pages of a job.
 
-        `since`: when its request came to this engine. Producers without HiSparse do not say when the lease
-        began; a third of it is taken for the request's way here.
+        `since`: when its request came to this engine. Nobody says when the lease began; a third of it is for
+        the request's way here.
         """
-        end = since + self._renewed_s if job.expires is None else link.clock.here(job.expires)
+        end = since + self._renewed_s
         return self._heartbeats.kept_until(link.peer.engine_id, job.remote_request_id, end)
 
     def give_back(self, link: Link, request: str) -> None:

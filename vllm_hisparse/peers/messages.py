@@ -38,7 +38,6 @@ class ImportJob(msgspec.Struct, frozen=True, array_like=True):
     keys: tuple[tuple[int, int], ...] = ()  # (page, block) of the indexer keys; at least those of `pages`
     staging: tuple[tuple[int, ...], ...] = ()  # [page-sized place][part]: device blocks to pass through
     age_s: float = 0.0  # time since the request came to this engine
-    expires: float | None = None  # end of the lease without heartbeats, by the peer's clock; None: not said
 
 
 class PeerMessage(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -21,6 +21,7 @@ from vllm_hisparse.worker.copies import CopyQueue
 from .addresses import Ranges
 from .deadlines import TooLate
 from .links import Agent, Link, Links, ReadError
+from .marks import has_mark
 from .messages import ImportJob, PageImport, PeerMessage
 
 __all__ = ["Reader", "ReaderCounters"]
@@ -52,6 +53,7 @@ class _Work:
     to_stage: deque[PageImport] = field(default_factory=deque)  # pages that have yet to pass through
     staged: list[PageImport] = field(default_factory=list)  # pages in the staging places, in order
     handles: list[Any] = field(default_factory=list)  # reads that may still write
+    mark_row: int = -1  # of the agent's, that the producer's marks are read into
     is_copying: bool = False  # the staging places are being copied to the host
     is_cancelled: bool = False
     failure: str = ""
@@ -149,7 +151,7 @@ class Reader:
         if work.staged:
             self.counters.pages += len(work.staged)
             work.staged = []
-        return not self._read_more(work, work.link)
+        return not self._read_more(work, work.link) and self._were_lent(work, work.link)
 
     def _plan(self, work: _Work, link: Link) -> None:
         """Sort the job's pages: what is read at once, and what passes through the staging places."""
@@ -179,6 +181,26 @@ class Reader:
         self.counters.reads += 1
         return True
 
+    def _were_lent(self, work: _Work, link: Link) -> bool:
+        """Whether the producer's mark says that pages were there while they were read. False: not known yet.
+
+        Raises TooLate if they may not have been.
+        """
+        if not work.job.keys or not link.book.has_marks:
+            return True
+        agent, request = self._agent, work.job.remote_request_id
+        if work.mark_row >= 0:
+            if not has_mark(agent.marks[work.mark_row], request):
+                raise TooLate("the producer does not lend the pages any more")
+            return True
+        if agent.free_marks:
+            work.mark_row = agent.free_marks.pop()
+            ranges = Ranges()
+            link.book.add_mark(ranges, request, agent.marks[work.mark_row].data_ptr())
+            work.moved = time.monotonic()
+            work.handles = agent.read(link, ranges)
+        return False
+
     def _has_read(self, work: _Work, link: Link) -> bool:
         """Whether the read that was started is over; then what it has staged is being copied."""
         now = time.monotonic()
@@ -197,7 +219,9 @@ class Reader:
         return True
 
     def _check_kept(self, work: _Work, link: Link) -> None:
-        """Raises TooLate once the producer may have given the pages to others: what was read is not used."""
+        """Raises TooLate once a producer without marks may have given the pages to others."""
+        if link.book.has_marks:
+            return
         late = time.monotonic() - self._links.kept_until(link, work.job, work.since)
         if late >= 0:
             raise TooLate(f"the producer's lease of the pages may have ended {late:.1f} s ago")
@@ -219,6 +243,8 @@ class Reader:
 
     def _end(self, work: _Work) -> None:
         job, counters = work.job, self.counters
+        if work.mark_row >= 0:
+            self._agent.free_marks.append(work.mark_row)
         if work.link is not None:
             self._links.give_back(work.link, job.remote_request_id)
         if work.failure:

@@ -4,7 +4,6 @@ The formats are vLLM's own (`nixl/metadata.py`): a producer may be vLLM's NixlCo
 """
 
 import hashlib
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 
 from vllm_hisparse.planning.layout import Layout
 
-from .deadlines import Clock
 from .messages import Peer
 
 __all__ = [
     "DEVICE_REGION",
+    "MARKS_REGION",
     "Region",
     "RemoteRank",
     "compatibility_hash",
@@ -34,8 +33,8 @@ __all__ = [
 ]
 
 ANSWER_MS = 5000
-# Regions of a producer with HiSparse: whole blocks of its device pool, and host pages by index group.
-DEVICE_REGION, HOST_REGION = "hisparse_device.", "hisparse_host."
+# Regions of a producer with HiSparse: whole blocks of its device pool, host pages by index group, and marks.
+DEVICE_REGION, HOST_REGION, MARKS_REGION = "hisparse_device.", "hisparse_host.", "hisparse_marks"
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ class RemoteRank:
     agent: bytes  # NIXL's metadata
     device_id: int
     page_tokens: int
-    regions: dict[str, Region]  # by layer name, or `device_region` and `host_region`
-    clock: Clock
+    regions: dict[str, Region]  # by layer name, or `device_region`, `host_region` and `MARKS_REGION`
 
 
 def device_region(layout: Layout) -> str:
@@ -96,10 +94,8 @@ def shake_hands(peer: Peer, rank: int, compatibility: str) -> RemoteRank:
         socket.setsockopt(zmq.RCVTIMEO, ANSWER_MS)
         host = f"[{peer.host}]" if ":" in peer.host else peer.host
         socket.connect(f"tcp://{host}:{peer.port}")
-        asked_at = time.monotonic()
         socket.send(msgspec.msgpack.encode((GET_META_MSG, 0, rank)))
-        answer, its_time = socket.recv_multipart()
-    clock = Clock(asked_at - msgspec.msgpack.decode(its_time, type=float), asked_at)
+        answer = socket.recv_multipart()[0]
     payload = msgspec.msgpack.decode(answer, type=NixlHandshakePayload)
     if payload.compatibility_hash != compatibility:
         raise RuntimeError(
@@ -112,10 +108,10 @@ def shake_hands(peer: Peer, rank: int, compatibility: str) -> RemoteRank:
             f"got engine {metadata.engine_id} at {peer.host}:{peer.port}; need {peer.engine_id}, which has "
             "computed the prompt: it has been restarted since"
         )
-    return _remote_rank(metadata, clock)
+    return _remote_rank(metadata)
 
 
-def _remote_rank(metadata: NixlAgentMetadata, clock: Clock) -> RemoteRank:
+def _remote_rank(metadata: NixlAgentMetadata) -> RemoteRank:
     names = metadata.region_names or []
     columns = (
         metadata.kv_caches_base_addr,
@@ -126,4 +122,4 @@ def _remote_rank(metadata: NixlAgentMetadata, clock: Clock) -> RemoteRank:
         metadata.region_mem_types or [],
     )
     regions = {name: Region(*row) for name, *row in zip(names, *columns, strict=True)}
-    return RemoteRank(metadata.agent_metadata, metadata.device_id, metadata.block_size, regions, clock)
+    return RemoteRank(metadata.agent_metadata, metadata.device_id, metadata.block_size, regions)

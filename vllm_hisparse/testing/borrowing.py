@@ -21,8 +21,12 @@ INCOMING = Content("incoming")
 Digests = Callable[[str], list[int]]
 
 
-def transfer_params(num_tokens: int, page_tokens: int, host_pages: Sequence[int] = ()) -> dict[str, Any]:
-    """`kv_transfer_params` of a prompt that a producer has computed, `host_pages` of it in its host pool."""
+def transfer_params(
+    num_tokens: int, page_tokens: int, host_pages: Sequence[int] = (), theirs: str = "there"
+) -> dict[str, Any]:
+    """`kv_transfer_params` of a prompt that a producer has computed as its request `theirs`, `host_pages` in
+    its host pool.
+    """
     pages = range(-(-num_tokens // page_tokens))
     on_host = set(host_pages)
     blocks: list[list[int]] = [[7 + p for p in pages]]
@@ -33,7 +37,7 @@ def transfer_params(num_tokens: int, page_tokens: int, host_pages: Sequence[int]
         "do_remote_decode": False,
         "remote_block_ids": blocks,
         "remote_engine_id": "producer",
-        "remote_request_id": "there",
+        "remote_request_id": theirs,
         "remote_host": "127.0.0.1",
         "remote_port": 5600,
         "tp_size": 1,
