@@ -36,6 +36,7 @@ def test_defaults() -> None:
         low_watermark=0.08,
         high_watermark=0.20,
         prefix_share=0.5,
+        max_passing=16,
         policy=DEFAULT_POLICY,
         skip_io=False,
         prefill_staging_mib=256,
@@ -57,6 +58,7 @@ def test_every_option_is_read() -> None:
         "low_watermark": 0,
         "high_watermark": 1,
         "prefix_share": 0.25,
+        "max_passing": 3,
         "policy": "lru",
         "skip_io": True,
         "prefill_staging_mib": 7,
@@ -119,9 +121,9 @@ BAD_OPTIONS = [
     (
         {"host_pool_gb": 1},
         "got unknown options ['host_pool_gb'] for HiSparseConnector; need keys among ['always_host', "
-        "'high_watermark', 'host_pool_gib', 'low_watermark', 'max_hot_rows', 'max_indexer_pages', 'policy', "
-        "'prefill_staging_mib', 'prefix_share', 'skip_io', 'trace_max_mib', 'trace_path'] because a misspelt "
-        "option would be ignored silently",
+        "'high_watermark', 'host_pool_gib', 'low_watermark', 'max_hot_rows', 'max_indexer_pages', "
+        "'max_passing', 'policy', 'prefill_staging_mib', 'prefix_share', 'skip_io', 'trace_max_mib', "
+        "'trace_path'] because a misspelt option would be ignored silently",
     ),
     ({"fault": "nocopy"}, "got unknown options ['fault']"),
     ({"host_pool_gib": None}, "got no host_pool_gib for HiSparseConnector; need its size"),
@@ -131,6 +133,7 @@ BAD_OPTIONS = [
     ({"host_pool_gib": "384"}, "got host_pool_gib='384' of type str; need float because"),
     ({"host_pool_gib": True}, "got host_pool_gib=True of type bool; need float because"),
     ({"prefix_share": 1}, "got prefix_share=1; need 0 <= prefix_share < 1 because"),
+    ({"max_passing": -1}, "got max_passing=-1; need 0 or more because it is a number of requests"),
     ({"skip_io": 1}, "got skip_io=1 of type int; need bool because"),
     ({"max_hot_rows": 4096.0}, "got max_hot_rows=4096.0 of type float; need int because"),
     (

@@ -156,7 +156,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "A request waited for copies instead of preempting another; transfers that some rank "
                 "has not completed.",
                 "short",
-                ((rate("waits_for_copies"), "waits a second"), (total("transfers_in_flight"), "in flight")),
+                (
+                    (rate("waits_for_copies"), "waits a second"),
+                    (rate("requests_passed"), "passed a second"),
+                    (total("transfers_in_flight"), "in flight"),
+                ),
             ),
         ),
     ),

@@ -11,6 +11,9 @@ MEANINGS = {
     "above which pages return and hot regions grow.",
     "prefix_share": "Share of the device pool, at most, that is kept for prefixes of ended requests: indexer "
     "keys, which the host does not have. Pages of running requests that the host has go first.",
+    "max_passing": "Waiting requests that find their prefix and may pass one whose prefill would push kept "
+    "prefixes out, for each such one that is admitted; 0: first come, first served. Without effect where "
+    "`prefix_share` is 0 or another connector may have prefixes, too.",
     "max_hot_rows": "Slots that a hot region may grow to. By default four times top-k, or the size it "
     "starts with if that is more or is set by `device_buffer_size`.",
     "policy": f"Which slot gives way to a miss: {' or '.join(f'`{name}`' for name in config.POLICIES)}.",

@@ -29,6 +29,7 @@ _OPTIONS: dict[str, tuple[type, Any]] = {
     "low_watermark": (float, 0.08),
     "high_watermark": (float, 0.20),
     "prefix_share": (float, 0.5),
+    "max_passing": (int, 16),
     "max_hot_rows": (int, None),
     "policy": (str, DEFAULT_POLICY),
     "skip_io": (bool, False),
@@ -60,6 +61,7 @@ class HiSparseConfig:
     low_watermark: float = 0.08  # fewer free blocks than this share: spill
     high_watermark: float = 0.20  # more free blocks than this share: restore, grow hot regions
     prefix_share: float = 0.5  # at most this much of the pool keeps what ended requests have left there alone
+    max_passing: int = 16  # requests that find their prefix may pass one whose prefill costs prefixes
     policy: str = DEFAULT_POLICY
     skip_io: bool = False  # no-IO oracle: outputs are wrong, only for measuring
     prefill_staging_mib: int = 256
@@ -235,6 +237,12 @@ def _check_options(options: Mapping[str, Any]) -> None:
             got=f"prefix_share={options['prefix_share']:g}",
             need="0 <= prefix_share < 1",
             because="it is the part of the device pool that running requests leave to prefixes",
+        )
+    if options["max_passing"] < 0:
+        raise user_error(
+            got=f"max_passing={options['max_passing']}",
+            need="0 or more",
+            because="it is a number of requests; 0 serves them in the order they came",
         )
     if options["policy"] not in POLICIES:
         raise user_error(

@@ -28,6 +28,7 @@ from .planning.layout import layout_from
 
 if TYPE_CHECKING:
     from .scheduler.coordinator import HiSparseCoordinator
+    from .scheduler.queueing import QueueOrder
     from .scheduler.sampler import SchedulerSampler
     from .worker.sampler import RankSampler
     from .worker.worker import HiSparseWorker
@@ -68,6 +69,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.coordinator: HiSparseCoordinator | None = None  # scheduler role, once the cache manager is bound
         self.worker: HiSparseWorker | None = None  # worker role, once the KV caches are registered
+        self._queue: QueueOrder | None = None  # scheduler role, with the coordinator
         self._sampler: SchedulerSampler | RankSampler | None = None  # of whichever role this is
 
     @classmethod
@@ -119,6 +121,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         """Build the coordinator around the managers that vLLM made for our groups."""
         from .planning.report import startup_lines
         from .scheduler.coordinator import HiSparseCoordinator
+        from .scheduler.queueing import QueueOrder
         from .scheduler.sampler import SchedulerSampler
         from .scheduler.steady import SteadySlots
 
@@ -131,6 +134,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             num_reprefillable=kv_cache_manager.coordinator.num_reprefillable_tokens,
             max_step_tokens=config.scheduler_config.max_num_batched_tokens,
         )
+        self._queue = QueueOrder(self.coordinator, kv_cache_manager)
         steady = SteadySlots(kv_cache_manager, self.coordinator)
         kv_cache_manager.allocate_slots = steady.allocate
         kv_cache_manager.cache_blocks = steady.publish
@@ -143,6 +147,11 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         assert self.coordinator is not None, "scheduler call before the KV cache manager was bound"
         return self.coordinator
 
+    @property
+    def _admissions(self) -> "QueueOrder":
+        assert self._queue is not None, "scheduler call before the KV cache manager was bound"
+        return self._queue
+
     def on_new_request(self, request: Request) -> None:
         """A request arrived."""
         self._scheduler.requests[request.request_id] = request
@@ -150,16 +159,20 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Host pages are found by vLLM's own prefix lookup, not as external tokens."""
-        return 0, False
+        """Host pages are found by vLLM's own prefix lookup, not as external tokens; None for a request that
+        lets others pass.
+        """
+        return (None if self._admissions.must_wait(request, num_computed_tokens) else 0), False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Nothing to add: the managers report allocations."""
+        """The managers report allocations; the queue moves on."""
+        self._admissions.note_admission(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The step's message. It has to be applied before the forward."""
+        self._admissions.end_step()
         scheduler_output.has_sync_kv_loads = True
         return HiSparseMetadata(encode(self._scheduler.plan(scheduler_output)))
 
@@ -179,6 +192,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The managers free the blocks; transfers in flight keep theirs."""
+        self._admissions.forget(request.request_id)
         self._scheduler.requests.pop(request.request_id, None)
         return False, None
 

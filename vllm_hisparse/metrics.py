@@ -142,6 +142,11 @@ METRICS = (
         "Times a request waited for copies in flight instead of preempting another.",
     ),
     Metric(
+        "requests_passed",
+        Counter,
+        "Requests on a kept prefix that were admitted before earlier ones, whose prefill costs prefixes.",
+    ),
+    Metric(
         "spill_seconds", Histogram, "From planning a transfer to the host until every rank has completed it."
     ),
     Metric(

@@ -87,10 +87,9 @@ class HiSparseNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Join the coordinator, which HiSparseConnector has made just before."""
         from .peers.borrowing import Borrower
-        from .scheduler.managers import SourceManager
+        from .scheduler.managers import join
 
-        managers = kv_cache_manager.coordinator.single_type_managers
-        self._coordinator = next(m for m in managers if isinstance(m, SourceManager)).coordinator
+        self._coordinator = join(kv_cache_manager)
         self._nixl = self._make_nixl(KVConnectorRole.SCHEDULER, self._coordinator.layout)
         if not self._is_producer:
             self._borrower = Borrower(self._coordinator)

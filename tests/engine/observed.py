@@ -305,6 +305,7 @@ class Watcher:
             "region_events": dict(self.region_events),
             "watermark_crossings": dict(self.crossings),
             "waits_for_copies": {"": self.waits},
+            "requests_passed": {"": 0},  # these engines keep no prefixes
             **{key: {"": list(seconds)} for key, seconds in self.latencies.items()},
         }
 

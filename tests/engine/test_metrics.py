@@ -192,8 +192,14 @@ def test_pages_that_leave_and_return(model_path: ModelPath, monkeypatch: pytest.
     assert all(LINE - {"hit rate %", "spill ms"} <= set(line) for line in shown)
     not_seen = {(m.key, v) for m in METRICS for v in m.values or ("0" if m.label else "",)} - following.seen
     # A request that runs has the page on the device that it writes: None ends as it is scheduled. Copies that
-    # fail: test_faults.py. Pages from other engines: test_nixl.py, scheduler/test_imports.py.
-    only_elsewhere = {("page_events", "evicted"), ("page_events", "failed"), ("requests", "none")}
+    # fail: test_faults.py. Pages from other engines: test_nixl.py, scheduler/test_imports.py. Requests
+    # that pass others: scheduler/test_queueing.py.
+    only_elsewhere = {
+        ("requests_passed", ""),
+        ("page_events", "evicted"),
+        ("page_events", "failed"),
+        ("requests", "none"),
+    }
     only_elsewhere |= {("page_events", event) for event in ("imported", "lent")}
     only_elsewhere |= {("pages", state) for state in ("importing", "importing_host")}
     only_elsewhere |= {("imports", value) for value in METRIC["imports"].values}

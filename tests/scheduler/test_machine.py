@@ -48,6 +48,7 @@ ENGINES: dict[str, list[Any]] = {
     "eager_host_mirror": [False, True],
     "always_host": [False, False, False, True],
     "prefix_share": [0.0, 0.5],
+    "max_passing": [0, 1, 16],
     "max_requests": [2, 6],
     "max_step_tokens": [12, 40],
     "max_model_len": [48, 96],

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_hisparse.config import user_error
 from vllm_hisparse.runtime.binding import current_runtime
+from vllm_hisparse.scheduler.managers import join
 
 __all__ = ["OffloadingConnector"]
 
@@ -50,6 +51,7 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         """Scheduler role: watch the device pool."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._has_hisparse:
+            join(kv_cache_manager)
             self._handed_out = _HandedOut(kv_cache_manager.block_pool)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

@@ -54,6 +54,7 @@ class HiSparseCoordinator:
         self.on_device = [m for m in managers if m is not self.source]
         self.pool = self.resident[0].block_pool
         self.layout = layout
+        self.has_company = False  # other connectors have joined, which may have prefixes, too
         self.config = config
         group_ids = [m.kv_cache_group_id for m in self.resident]
         self.host_pool = HostPool(layout.num_host_blocks, self.pool, self.source.kv_cache_group_id, group_ids)
@@ -66,6 +67,7 @@ class HiSparseCoordinator:
         self.num_reprefillable = num_reprefillable
         self._max_step_tokens = max_step_tokens
         self.num_waits = 0  # since start: requests told to wait for copies rather than preempt
+        self.num_passed = 0  # since start: requests admitted before earlier ones, see `queueing.py`
         self.outbox = Outbox(layout.max_requests, self.leases)
         # For a step with drafts vLLM reserves blocks in every group; the source and indexer groups are two.
         has_drafts = config.verify_rows > 1

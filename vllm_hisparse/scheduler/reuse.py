@@ -52,10 +52,18 @@ class ReuseOrder:
         free = self._pool.get_num_free_blocks()
         if ceiling is not None and free - self._max_kept >= ceiling:
             return free - self._max_kept
+        return free - min(self._count_kept(), self._max_kept, free)
+
+    @property
+    def num_unkept(self) -> int:
+        """Free blocks without any that hold prefixes, however many these are; counts as `num_spare`."""
+        return max(self._pool.get_num_free_blocks() - self._count_kept(), 0)
+
+    def _count_kept(self) -> int:
         if self.is_stale:
             self.is_stale = False
             self._num_kept = sum(1 for block in self._free() if not self._is_spare(block))
-        return free - min(self._num_kept, self._max_kept, free)
+        return self._num_kept
 
     def _is_spare(self, block: KVCacheBlock) -> bool:
         return block.block_hash is None or block.block_id in self._pool._reuse_watchers

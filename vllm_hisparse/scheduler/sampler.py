@@ -62,6 +62,7 @@ class SchedulerSampler:
             "imports": vars(coordinator.imports.counters),
             "watermark_crossings": coordinator.pressure.num_crossings,
             "waits_for_copies": {"": coordinator.num_waits},
+            "requests_passed": {"": coordinator.num_passed},
         }
         seen, self._seen = self._seen, {key: dict(values) for key, values in totals.items()}
         return {

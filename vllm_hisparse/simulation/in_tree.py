@@ -13,6 +13,7 @@ with.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -94,6 +95,7 @@ class InTreeCoordinator(HiSparseCoordinator):
     def __init__(self, *args: Any, max_step_tokens: int, **kwargs: Any) -> None:
         super().__init__(*args, max_step_tokens=max_step_tokens, **kwargs)
         window_pages = -(-max_step_tokens // self.layout.page_tokens)
+        self.config = replace(self.config, max_passing=0)  # first come, first served
         self.leases.order = VllmOrder(self.pool, kept_share=0)
         self.pressure = InTreePressure(self, window_pages)
         self.allocations = InTreeAllocations(self, window_pages)

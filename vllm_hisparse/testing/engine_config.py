@@ -59,6 +59,7 @@ class EngineOptions:
     low: float = 0.2
     high: float = 0.5
     prefix_share: float = 0.0  # levels are of all free blocks
+    max_passing: int = 16
     prefix_caching: bool = True
     async_scheduling: bool = False
     eager_host_mirror: bool = True
@@ -158,6 +159,7 @@ def _connectors(options: EngineOptions) -> dict[str, Any]:
             "low_watermark": options.low,
             "high_watermark": options.high,
             "prefix_share": options.prefix_share,
+            "max_passing": options.max_passing,
             "max_hot_rows": options.max_hot_rows,
             "always_host": options.always_host,
         },

@@ -1,0 +1,137 @@
+"""Requests whose prefix is there are admitted before those that would push prefixes out, a few at a time."""
+
+from typing import Any
+
+import pytest
+
+from vllm_hisparse.testing.scheduler import SchedulerRig
+
+# A page is 4 tokens and takes a resident and an indexer block. Two requests decode at a time.
+POOL = {
+    "num_device_blocks": 69,
+    "num_host_blocks": 400,
+    "max_requests": 2,
+    "low": 0.1,
+    "high": 0.9,
+    "prefix_share": 0.5,
+}
+WARM = [range(100 * n, 100 * n + 48) for n in range(1, 4)]  # prompts that have been served before
+COLD = range(900, 948)
+
+
+def start(rig: SchedulerRig, request_id: str, tokens: range, max_tokens: int = 4, **options: Any) -> None:
+    rig.add(request_id, [*tokens, 99], max_tokens=max_tokens, **options)
+
+
+def order_of_admission(rig: SchedulerRig) -> list[str]:
+    """Runs to the end. Requests that are admitted in one step are in the order of the batch."""
+    admitted: list[str] = []
+    while rig.scheduler.requests:
+        rig.step()
+        admitted += [r for r in rig.coordinator.records if r not in admitted]
+    return admitted
+
+
+@pytest.fixture
+def crowded(make_rig: Any) -> Any:
+    """Makes a rig that keeps the keys of `WARM`, and in which a request runs for long."""
+
+    def make(**options: Any) -> SchedulerRig:
+        rig = make_rig(**{**POOL, **options})
+        for n, tokens in enumerate(WARM):
+            rig.add(f"before {n}", tokens, max_tokens=1)
+            rig.run()
+        start(rig, "runs", range(800, 820), max_tokens=60)
+        for _ in range(4):
+            rig.step()
+        return rig
+
+    return make
+
+
+def finish(rig: SchedulerRig) -> list[str]:
+    return [r for r in order_of_admission(rig) if r != "runs"]
+
+
+def test_a_request_that_finds_its_prefix_passes(crowded: Any) -> None:
+    rig = crowded()
+    start(rig, "cold", COLD)
+    start(rig, "warm", WARM[0])
+    assert finish(rig) == ["warm", "cold"]
+    assert rig.coordinator.num_passed == 1
+
+
+def test_first_come_first_served_without_the_option(crowded: Any) -> None:
+    rig = crowded(max_passing=0)
+    start(rig, "cold", COLD)
+    start(rig, "warm", WARM[0])
+    assert finish(rig) == ["cold", "warm"]
+
+
+def test_only_so_many_pass(crowded: Any) -> None:
+    rig = crowded(max_passing=2)
+    start(rig, "cold", COLD)
+    for n, tokens in enumerate(WARM):
+        start(rig, f"warm {n}", tokens)
+    assert finish(rig).index("cold") == 2
+
+
+def test_a_request_passes_only_where_room_costs_prefixes(crowded: Any) -> None:
+    """The pool has room for the newcomer beside all keys that are kept."""
+    rig = crowded(num_device_blocks=121)
+    start(rig, "cold", COLD)
+    start(rig, "warm", WARM[0])
+    assert finish(rig) == ["cold", "warm"]
+
+
+def test_nobody_waits_for_an_idle_engine(make_rig: Any) -> None:
+    rig = make_rig(**{**POOL, "num_device_blocks": 60})
+    for n, tokens in enumerate(WARM):
+        rig.add(f"before {n}", tokens, max_tokens=1)
+        rig.run()
+    start(rig, "cold", COLD)
+    start(rig, "warm", WARM[2])
+    rig.step()
+    assert "cold" in rig.coordinator.records
+    rig.run()
+
+
+def test_a_more_urgent_request_is_not_passed(crowded: Any) -> None:
+    rig = crowded(policy="priority")
+    start(rig, "cold", COLD, priority=-1)
+    start(rig, "warm", WARM[0])
+    assert finish(rig) == ["cold", "warm"]
+
+
+def test_a_request_that_has_run_is_not_passed(crowded: Any) -> None:
+    rig = crowded(max_requests=3)
+    start(rig, "cold", COLD, max_tokens=20)
+    for _ in range(8):
+        rig.step()
+    assert "cold" in rig.coordinator.records
+    rig.preempt()  # the last that was admitted
+    assert "cold" not in rig.coordinator.records
+    start(rig, "warm", WARM[0])
+    rig.step()
+    assert "cold" in rig.coordinator.records
+    rig.run()
+
+
+def test_those_that_give_up_are_not_passed_any_more(crowded: Any) -> None:
+    """What has been aborted does not count: nobody is passed, so nobody has passed."""
+    rig = crowded()
+    start(rig, "cold", COLD)
+    start(rig, "warm", WARM[0])
+    queue = rig.scheduler.connector._queue
+    assert queue.must_wait(rig.scheduler.requests["cold"], 0)
+    rig.abort("cold")
+    assert finish(rig) == ["warm"]
+    assert rig.coordinator.num_passed == 0
+
+
+def test_beside_another_connector_nobody_is_passed(crowded: Any) -> None:
+    """It may have what a request does not find here."""
+    rig = crowded(num_offload_chunks=4)
+    start(rig, "cold", COLD)
+    start(rig, "warm", WARM[0])
+    assert finish(rig) == ["cold", "warm"]

@@ -1,0 +1,109 @@
+"""Who is admitted next: first come, first served, unless that costs the prefixes of those that come next.
+
+With more sessions than the device can keep keys for, a newcomer's prefill pushes out the keys that a request
+behind it would have found. When that one is served, its own prefill pushes out the next one's, and from then
+on every turn of every session is prefilled from its start. So a *cold* request, one that would prefill most
+of its prompt at the expense of kept keys, lets *warm* ones pass, whose prefix is there: a limited number for
+each cold one that is admitted, so that nobody waits for ever.
+
+vLLM leaves a request for the next step if its connector cannot say yet how much of it can be loaded. That is
+how a request is put off. It can only be one that has not started; where priorities count, nobody passes a
+more urgent one.
+"""
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.request import Request
+
+if TYPE_CHECKING:
+    from .coordinator import HiSparseCoordinator
+
+__all__ = ["QueueOrder"]
+
+WARM_SHARE = 0.5  # of a request's tokens
+
+
+class QueueOrder:
+    """The order of one engine's waiting requests."""
+
+    def __init__(self, coordinator: "HiSparseCoordinator", manager: KVCacheManager) -> None:
+        self._coordinator = coordinator
+        self._manager = manager
+        config = coordinator.config
+        self._max_passing = config.max_passing if config.prefix_share > 0 else 0
+        self._num_passed = 0  # since a cold request was admitted
+        self._put_off: set[str] = set()
+        self._asked = ("", False)  # request that vLLM asked about last, and whether it is warm
+        self._warm: Request | None = None  # one that was found in this step
+        self._is_nobody_warm = False  # nor will be in this step
+
+    def must_wait(self, request: Request, num_computed_tokens: int) -> bool:
+        """Whether the request has to let others pass. `num_computed_tokens`: of its prefix hit."""
+        is_warm = num_computed_tokens >= WARM_SHARE * request.num_tokens
+        self._asked = (request.request_id, is_warm)
+        if self._num_passed >= self._max_passing or self._coordinator.has_company:
+            return False
+        if is_warm or request.num_preemptions:
+            return False
+        is_busy = bool(self._coordinator.records)  # somebody will end, and this is asked again
+        must_wait = is_busy and self._costs_kept(request) and self._is_passable(request)
+        if must_wait:
+            self._put_off.add(request.request_id)
+        return must_wait
+
+    def note_admission(self, request: Request) -> None:
+        """vLLM has given the request blocks."""
+        request_id, is_warm = self._asked
+        if request_id != request.request_id:
+            return
+        self.forget(request_id)
+        if not is_warm:
+            self._num_passed = 0
+        elif self._put_off:
+            self._num_passed += 1
+            self._coordinator.num_passed += 1
+
+    def forget(self, request_id: str) -> None:
+        """The request waits no more."""
+        self._put_off.discard(request_id)
+
+    def end_step(self) -> None:
+        """What was found out about prefixes may change."""
+        self._warm, self._is_nobody_warm = None, False
+
+    def _costs_kept(self, request: Request) -> bool:
+        """Whether the pool were below its low watermark with the request and all keys that are kept."""
+        coordinator = self._coordinator
+        layout = coordinator.layout
+        num_pages = min(-(-request.num_tokens // layout.page_tokens), coordinator.admission.claim(False))
+        need = num_pages * layout.num_parts
+        for manager in coordinator.on_device:
+            if manager not in coordinator.resident:
+                need += -(-request.num_tokens // manager.block_size)
+        return need + coordinator.pressure.low > coordinator.leases.order.num_unkept
+
+    def _is_passable(self, request: Request) -> bool:
+        """Whether a warm request waits that may pass this one."""
+        if self._warm is None or not self._is_waiting(self._warm):
+            self._warm = None if self._is_nobody_warm else self._find_warm()
+            self._is_nobody_warm = self._warm is None
+        return self._warm is not None and self._warm.priority <= request.priority
+
+    def _find_warm(self) -> Request | None:
+        waiting = filter(self._is_waiting, self._coordinator.requests.values())
+        return next(filter(self._is_warm, waiting), None)
+
+    def _is_waiting(self, request: Request) -> bool:
+        request_id = request.request_id
+        return request_id in self._coordinator.requests and request_id not in self._coordinator.records
+
+    def _is_warm(self, request: Request) -> bool:
+        if not self._manager.prefix_cache_lookup_enabled(request):
+            return False
+        num_tokens = int(WARM_SHARE * request.num_tokens)
+        longest = num_tokens + self._coordinator.layout.page_tokens * self._coordinator.layout.indexer_pages
+        hit = self._manager.coordinator.find_longest_cache_hit(
+            request.block_hashes, min(longest, request.num_tokens - 1)
+        )
+        return hit[1] >= num_tokens
