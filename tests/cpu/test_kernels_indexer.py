@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hisparse.cpu.kernels.indexer import (
@@ -66,7 +66,6 @@ def test_quantize_groups_writes_every_group() -> None:
             assert y_s[row, group] == scale
 
 
-@settings(deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=5),
     cut=st.tuples(st.integers(0, 40), st.integers(0, 40)),

@@ -73,7 +73,7 @@ def numbers(*shape: int, high: int = VOCABULARY, dtype: torch.dtype = torch.int6
     return torch.randint(0, high, shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-few = settings(max_examples=25, deadline=None)  # the interpreter is slow
+few = settings(max_examples=25)  # the interpreter is slow
 
 
 @few

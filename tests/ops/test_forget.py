@@ -134,5 +134,5 @@ class RegionLife(RuleBasedStateMachine):
             self.state.check_integrity(self.tables.hot_rows)
 
 
-RegionLife.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+RegionLife.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
 TestRegionLife = pytest.mark.usefixtures("cpu_library")(RegionLife.TestCase)

@@ -60,7 +60,7 @@ def test_the_worked_example() -> None:
     selections=st.lists(st.lists(st.integers(0, 23), min_size=1, max_size=10), min_size=1, max_size=40),
     num_slots=st.integers(1, 12),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_region_follows_the_oracle(policy: ops.Policy, selections: list[list[int]], num_slots: int) -> None:
     g = Geometry(max_requests=1, num_regions=1, num_parts=1, max_slots=12, top_k=10, max_query_rows=1)
     tables, state = world(g, num_slots), State.empty(g)

@@ -112,7 +112,7 @@ def test_full_size(num_query_rows: int, policy: ops.Policy) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_selection(data: st.DataObject) -> None:
     """Small worlds, shrinkable: every kind of index, repeats, any cut into batch rows."""
     geometry = Geometry(block_size=2, max_pages=6, max_slots=5, top_k=3, max_query_rows=2, num_parts=1)

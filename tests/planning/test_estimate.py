@@ -103,27 +103,27 @@ def no_more(less: Estimate, more: Estimate) -> None:
         assert getattr(less, name).value <= getattr(more, name).value, name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SETUPS, st.one_of(st.integers(0, 2 * MIB), st.integers(0, 60 * GIB)))
 def test_more_kv_memory_never_lowers_concurrency(setup: Setup, more: int) -> None:
     no_more(estimate(setup), estimate(replace(setup, kv_bytes=setup.kv_bytes + more)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SETUPS, st.one_of(st.integers(0, 8 * MIB), st.integers(0, 400 * GIB)))
 def test_more_host_memory_never_lowers_concurrency(setup: Setup, more: int) -> None:
     assert setup.host_pool_bytes is not None
     no_more(estimate(setup), estimate(replace(setup, host_pool_bytes=setup.host_pool_bytes + more)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SETUPS, st.one_of(st.integers(0, 130), st.integers(0, 100_000)))
 def test_a_longer_context_never_raises_concurrency(setup: Setup, more: int) -> None:
     longer = min(setup.context + more, setup.model.max_context)
     no_more(estimate(replace(setup, context=longer)), estimate(setup))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SETUPS, st.integers(1, 4), st.integers(8 * GIB, 120 * GIB), st.integers(32768, 163840))
 def test_more_speculation_never_raises_concurrency(
     setup: Setup, drafts: int, kv_bytes: int, context: int
@@ -140,7 +140,7 @@ def test_more_speculation_never_raises_concurrency(
     assert one_more.floor.value <= estimate(some).floor.value
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     SETUPS, st.sampled_from(sorted(GPU_MEMORY_MIB)), st.integers(1, 63), st.integers(1, 8), st.floats(0.5, 1)
 )
@@ -157,13 +157,13 @@ def test_more_gpus_never_lower_concurrency(
     no_more(served(tp, utilization), served(tp, (1 + utilization) / 2))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SETUPS, st.integers(1, 16384))
 def test_longer_steps_never_raise_concurrency(setup: Setup, more: int) -> None:
     no_more(estimate(replace(setup, step_tokens=setup.step_tokens + more)), estimate(setup))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SETUPS, st.integers(1, 1024))
 def test_more_requests_never_lower_what_they_were_limited_to(setup: Setup, more: int) -> None:
     """Their tables take device memory, so only where the number of requests was the limit."""
@@ -173,7 +173,7 @@ def test_more_requests_never_lower_what_they_were_limited_to(setup: Setup, more:
             assert getattr(fewer, name).value <= getattr(most, name).value, name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SETUPS, st.integers(4096, 16384), st.integers(0, 8192))
 def test_larger_regions_never_raise_concurrency(setup: Setup, rows: int, more: int) -> None:
     small = replace(setup, speculative_tokens=0, start_hot_rows=rows)

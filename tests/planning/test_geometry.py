@@ -135,7 +135,7 @@ def test_any_geometry_is_sound(shape: Shape, num_parts: int, indexer_pages: int)
     assert geometry.block_stride_bytes < widest + indexer_pages * slack
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(shapes, st.integers(1, 8))
 def test_the_choice_is_sound_and_minimal(shape: Shape, max_indexer_pages: int) -> None:
     chosen = choose_geometry(shape, max_indexer_pages)

@@ -4,7 +4,7 @@ import pickle
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning.engines import PATTERNS, shape_of
@@ -52,7 +52,6 @@ def intervals_are_disjoint(intervals: list[tuple[int, int]]) -> bool:
     return all(end <= start for (_, end), (start, _) in pairwise(intervals))
 
 
-@settings(deadline=None)
 @given(layouts)
 def test_device_blocks(layout: Layout) -> None:
     """Pages of a part's layers, and keys of all pages of an indexer block, lie apart inside the block."""
@@ -78,7 +77,6 @@ def test_device_blocks(layout: Layout) -> None:
     assert max(start + key_page for start in keys) <= max(end for _, end in shares)
 
 
-@settings(deadline=None)
 @given(layouts)
 def test_views_of_whole_pages_reach_the_last_block(layout: Layout) -> None:
     """A layer's contiguous view [n, page_tokens, row] from its offset holds the last block's page."""
@@ -88,7 +86,6 @@ def test_views_of_whole_pages_reach_the_last_block(layout: Layout) -> None:
         assert (layout.num_device_blocks - 1) * layout.block_stride_rows + layout.page_tokens <= rows
 
 
-@settings(deadline=None)
 @given(layouts)
 def test_host_pool(layout: Layout) -> None:
     """Rows of an index group lie side by side; groups one after the other; the pool is exactly filled."""
@@ -112,7 +109,6 @@ def test_host_pool(layout: Layout) -> None:
     assert places[-1][1] == layout.host_pool_bytes
 
 
-@settings(deadline=None)
 @given(layouts)
 def test_index_groups_lie_in_neighbouring_parts(layout: Layout) -> None:
     for names, parts in zip(layout.index_groups, layout.group_parts, strict=True):

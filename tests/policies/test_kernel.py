@@ -67,7 +67,7 @@ def reference_misses(trace: Trace, rows: int, policy: int) -> np.ndarray:
 @pytest.mark.parametrize(("name", "policy"), [("lru", reference.LRU), ("lrfu-kernel", reference.LRFU)])
 def test_misses_are_those_of_the_ops(name: str, policy: int) -> None:
     @given(trace=traces(), rows=st.integers(6, 20))
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     def check(trace: Trace, rows: int) -> None:
         want = reference_misses(trace, rows, policy)
         assert np.array_equal(replay(trace, POLICIES[name], rows).loaded, want)

@@ -94,7 +94,7 @@ def test_in_a_region_of_the_context_only_first_uses_miss(policy: str) -> None:
 
 
 @given(trace=traces(), rows=st.integers(K, 3 * K))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_nothing_misses_less_than_belady(trace: Trace, rows: int) -> None:
     bound = replay(trace, POLICIES["belady"], rows).loaded.sum(1)
     for name, policy in POLICIES.items():
@@ -103,7 +103,7 @@ def test_nothing_misses_less_than_belady(trace: Trace, rows: int) -> None:
 
 
 @given(trace=traces(k=1), rows=st.integers(1, 12))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_lru_misses_less_the_larger_the_region(trace: Trace, rows: int) -> None:
     """The stack property, where a step selects one row.
 
@@ -114,7 +114,7 @@ def test_lru_misses_less_the_larger_the_region(trace: Trace, rows: int) -> None:
 
 
 @given(trace=traces(), rows=st.integers(K, 3 * K))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_streams_do_not_meet(trace: Trace, rows: int) -> None:
     for name in sorted(set(EVERY) - {"random"}):
         together = replay(trace, POLICIES[name], rows).loaded

@@ -78,7 +78,7 @@ class Engine:
         return content(self.host_pool, int(self.host[request, page]) * PAGE + offset)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_pieces_hold_every_selected_row(data: st.DataObject) -> None:
     num = data.draw(st.integers(1, 3))

@@ -245,7 +245,6 @@ def search(max_examples: int, num_rules: int) -> None:
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=num_rules,
-            deadline=None,
             derandomize=True,
             database=None,
             suppress_health_check=list(HealthCheck),
