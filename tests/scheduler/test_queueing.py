@@ -84,6 +84,13 @@ def test_a_request_passes_only_where_room_costs_prefixes(crowded: Any) -> None:
     assert finish(rig) == ["cold", "warm"]
 
 
+def test_a_short_request_is_not_passed(crowded: Any) -> None:
+    rig = crowded()
+    start(rig, "cold", range(900, 916))
+    start(rig, "warm", WARM[0])
+    assert finish(rig) == ["cold", "warm"]
+
+
 def test_nobody_waits_for_an_idle_engine(make_rig: Any) -> None:
     rig = make_rig(**{**POOL, "num_device_blocks": 60})
     for n, tokens in enumerate(WARM):

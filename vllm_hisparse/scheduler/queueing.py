@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["QueueOrder"]
 
 WARM_SHARE = 0.5  # of a request's tokens
+LONG_SHARE = 0.5  # of the tokens of a request that may pass
 
 
 class QueueOrder:
@@ -84,11 +85,14 @@ class QueueOrder:
         return need + coordinator.pressure.low > coordinator.leases.order.num_unkept
 
     def _is_passable(self, request: Request) -> bool:
-        """Whether a warm request waits that may pass this one."""
+        """Whether a warm request waits that may pass this one: no shorter one, which costs too little."""
         if self._warm is None or not self._is_waiting(self._warm):
             self._warm = None if self._is_nobody_warm else self._find_warm()
             self._is_nobody_warm = self._warm is None
-        return self._warm is not None and self._warm.priority <= request.priority
+        warm = self._warm
+        if warm is None:
+            return False
+        return warm.priority <= request.priority and request.num_tokens >= LONG_SHARE * warm.num_tokens
 
     def _find_warm(self) -> Request | None:
         waiting = filter(self._is_waiting, self._coordinator.requests.values())
