@@ -121,3 +121,19 @@ def test_the_warm_up_does_not_count() -> None:
     assert later.course == whole.course
     assert later.num_turns < whole.num_turns
     assert replace(SMALL, num_device_blocks=7).num_plain_blocks == 7
+
+
+def test_every_policy_has_a_colour() -> None:
+    """A picture is drawn when everything has run."""
+    from vllm_hisparse.cli.residency_plot import COLOURS
+
+    assert set(COLOURS) == set(POLICIES)
+
+
+def test_requests_that_find_their_prefix_pass_where_keys_do_not_fit() -> None:
+    """Sixteen sessions: the keys of all do not fit the device."""
+    size, load = replace(SMALL, max_requests=16), replace(LOAD, num_sessions=16, num_turns=6)
+    passing = Simulation("hisparse", size, load, HARDWARE, 20.0).run(80.0)
+    in_order = Simulation("hisparse-fcfs", size, load, HARDWARE, 20.0).run(80.0)
+    assert passing.recomputed_tokens * 4 < in_order.recomputed_tokens
+    assert passing.num_turns > 2 * in_order.num_turns

@@ -9,7 +9,13 @@ from .figures import plotting, save
 
 __all__ = ["draw"]
 
-COLOURS = {"vllm": "#888888", "in-tree": "#c8553d", "in-tree-packed": "#e0a458", "hisparse": "#0b6e4f"}
+COLOURS = {
+    "vllm": "#888888",
+    "in-tree": "#c8553d",
+    "in-tree-packed": "#e0a458",
+    "hisparse-fcfs": "#6fb39a",
+    "hisparse": "#0b6e4f",
+}
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

@@ -32,6 +32,7 @@ class EngineSize:
     max_step_tokens: int = 8192
     low: float = 0.08
     high: float = 0.20
+    max_passing: int = 16
     num_device_blocks: int | None = None  # instead of what `device_gib` holds
 
     @property
@@ -116,6 +117,7 @@ def _vllm_config(size: EngineSize, hisparse: bool, directory: Path) -> Any:
         "host_pool_gib": size.host_gib,
         "low_watermark": size.low,
         "high_watermark": size.high,
+        "max_passing": size.max_passing,
     }
     config.attention_config.hisparse_config = replace(
         config.attention_config.hisparse_config, device_buffer_size=None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_hisparse.connector import HiSparseWorkerMetadata
@@ -28,8 +28,10 @@ POLICIES: dict[str, Callable[[EngineSize], SchedulerSide]] = {
     ),
     "in-tree-packed": lambda size: SchedulerSide(size, coordinator=InTreeCoordinator),
     "hisparse": SchedulerSide,
+    "hisparse-fcfs": lambda size: SchedulerSide(replace(size, max_passing=0)),
 }
-"""`in-tree` has vLLM's padded blocks, `in-tree-packed` ours, so that the policies alone differ."""
+"""`in-tree` has vLLM's padded blocks, `in-tree-packed` ours, so that the policies alone differ. In
+`hisparse-fcfs` no request passes another."""
 
 
 @dataclass
