@@ -118,9 +118,11 @@ def test_a_request_that_has_run_is_not_passed(crowded: Any) -> None:
     assert "cold" in rig.coordinator.records
     rig.preempt()  # the last that was admitted
     assert "cold" not in rig.coordinator.records
-    start(rig, "warm", WARM[0])
-    rig.step()
-    assert "cold" in rig.coordinator.records
+    start(rig, "other", range(700, 748))
+    start(rig, "warm", WARM[2])
+    queue, requests = rig.scheduler.connector._queue, rig.scheduler.requests
+    assert queue.must_wait(requests["other"], 0)
+    assert not queue.must_wait(requests["cold"], 0)
     rig.run()
 
 
