@@ -84,6 +84,31 @@ def test_a_request_passes_only_where_room_costs_prefixes(crowded: Any) -> None:
     assert finish(rig) == ["cold", "warm"]
 
 
+def test_room_is_what_leaves_the_low_watermark_free(crowded: Any) -> None:
+    """The newcomer would fit without any key lost, but running requests would take keys soon."""
+    rig = crowded(num_device_blocks=84)
+    unkept = rig.coordinator.leases.order.num_unkept
+    assert 8 + 13 <= unkept < 8 + 13 + rig.coordinator.pressure.low  # pages at a time, and keys
+    start(rig, "cold", COLD)
+    start(rig, "warm", WARM[0])
+    assert finish(rig) == ["warm", "cold"]
+
+
+def test_each_cold_request_lets_so_many_pass(crowded: Any) -> None:
+    rig = crowded(max_passing=1)
+    for name, tokens in (("cold", COLD), ("next", range(700, 748)), ("warm", WARM[2])):
+        start(rig, name, tokens)
+    queue = rig.scheduler.connector._queue
+    cold, following, warm = (rig.scheduler.requests[name] for name in ("cold", "next", "warm"))
+    assert queue.must_wait(cold, 0)
+    assert not queue.must_wait(warm, 48)
+    queue.note_admission(warm)
+    assert not queue.must_wait(cold, 0)
+    queue.note_admission(cold)
+    assert queue.must_wait(following, 0)
+    rig.run()
+
+
 def test_a_short_request_is_not_passed(crowded: Any) -> None:
     rig = crowded()
     start(rig, "cold", range(900, 916))
