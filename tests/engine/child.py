@@ -27,7 +27,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         if name is not None:
             assert llm.reset_prefix_cache()
             llm.collective_rpc(getattr(planted, name))
-        completions = complete(llm, job["prompts"], job["num_tokens"])
+        completions = complete(llm, job["prompts"], job["num_tokens"], job["transfers"])
         result["rounds"].append(
             {
                 "completions": [[c.token_ids, c.logprobs] for c in completions],

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,12 +29,21 @@ SPILLED = "vllm:hisparse_spilled_bytes"
 TENSOR_PARALLEL = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
-def job(model: Path, *rounds: str | None, kill_rank: int | None = None, **engine_args: Any) -> dict[str, Any]:
-    """One engine in a child. `rounds`: functions of planted.py, or None; see child.py."""
+def job(
+    model: Path,
+    *rounds: str | None,
+    kill_rank: int | None = None,
+    transfers: Sequence[dict[str, Any]] | None = None,
+    **engine_args: Any,
+) -> dict[str, Any]:
+    """One engine in a child. `rounds`: functions of planted.py, or None; see child.py. `transfers`: of the
+    first prompts, computed elsewhere, which are then the only ones.
+    """
     return {
         "model": str(model),
         "engine_args": {"dtype": "bfloat16", **engine_args},
-        "prompts": WORDS[:NUM_REQUESTS],
+        "prompts": WORDS[: NUM_REQUESTS if transfers is None else len(transfers)],
+        "transfers": transfers,
         "num_tokens": NUM_TOKENS,
         "rounds": rounds or [None],
         "kill_rank": kill_rank,

@@ -152,7 +152,9 @@ class HiSparseRuntime:
     def write_imported(self, copies: tuple[Copy, ...]) -> None:
         """Copy pages from another engine to the host pool, on the rank of the node that writes it.
 
-        Out of turn: no rank reads the blocks before all ranks have reported the import's end.
+        Out of turn: no rank reads the blocks before all ranks have reported the import's end. What they held
+        before, this rank has passed (`CopyQueue.fence`); another may be behind by copies back for requests
+        that are gone, which nobody reads, but by no forward, for in every layer this rank's waits for all.
         """
         self._copy(ops.write_pages, copies)
 

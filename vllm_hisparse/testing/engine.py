@@ -93,11 +93,23 @@ def _modules_frozen() -> Iterator[None]:
         _engines -= 1
 
 
-def complete(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int | Sequence[int]) -> list[Completion]:
-    """Greedy completions of `num_tokens` each, of all prompts at once."""
+def complete(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int | Sequence[int],
+    transfers: Sequence[dict[str, Any]] | None = None,
+) -> list[Completion]:
+    """Greedy completions of `num_tokens` each, of all prompts at once.
+
+    `transfers`: kv_transfer_params of each prompt that another engine has computed.
+    """
     lengths = [num_tokens] * len(prompts) if isinstance(num_tokens, int) else num_tokens
     requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    results = llm.generate(requests, [greedy(n) for n in lengths], use_tqdm=False)
+    params = [greedy(n) for n in lengths]
+    if transfers is not None:
+        for param, transfer in zip(params, transfers, strict=True):
+            param.extra_args = {"kv_transfer_params": transfer}
+    results = llm.generate(requests, params, use_tqdm=False)
     return [completion(result) for result in results]
 
 
