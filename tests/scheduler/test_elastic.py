@@ -181,3 +181,71 @@ def test_sizes_and_restores_in_turn(backed: tuple[SchedulerRig, Record]) -> None
     assert counters.returned == 3
     set_levels(rig, low=0, high=200)
     rig.run()
+
+
+@pytest.fixture
+def both(make_rig: Any) -> tuple[SchedulerRig, list[Record]]:
+    """A rig with two requests that hold regions, and their records; nothing happens by itself."""
+    rig = make_rig(**POOL)
+    for name, first in (("a", 0), ("b", 500)):
+        rig.add(name, range(first, first + 100), max_tokens=100)
+    for _ in range(8):
+        step(rig)
+    records = [rig.coordinator.records[name] for name in ("a", "b")]
+    set_levels(rig, low=num_free(rig) + 20, high=400)
+    while not all(record.region for record in records):
+        step(rig)
+    set_levels(rig, low=0, high=400)
+    return rig, records
+
+
+def measured(rig: SchedulerRig, records: list[Record], *misses: float) -> None:
+    """Misses arrive, as an acknowledgement brings them."""
+    ack = Acknowledgement({}, {r.slot: n for r, n in zip(records, misses, strict=True)})
+    rig.coordinator.acknowledge(ack)
+
+
+def num_blocks(records: list[Record]) -> list[int]:
+    return [record.region.num_blocks for record in records]
+
+
+@pytest.mark.parametrize("misses", [(10, 50), (50, 10)])
+def test_who_misses_most_grows_first(
+    both: tuple[SchedulerRig, list[Record]], misses: tuple[int, int]
+) -> None:
+    rig, records = both
+    sizes = rig.coordinator.pressure.regions
+    measured(rig, records, *misses)
+    sizes.grow(1)
+    assert num_blocks(records) == [START + (n == 50) for n in misses]
+    assert [r.num_misses for r in records] == [0 if n == 50 else n for n in misses], "of its old size"
+    sizes.grow(1)  # nothing has been measured since
+    assert num_blocks(records) == [START + (n == 50) for n in misses]
+    measured(rig, records, *(0 if n == 50 else n for n in misses))
+    sizes.grow(2)
+    assert num_blocks(records) == [START + 1, START + 1]
+    rig.run()
+
+
+def test_who_hardly_misses_does_not_grow(both: tuple[SchedulerRig, list[Record]]) -> None:
+    rig, records = both
+    sizes = rig.coordinator.pressure.regions
+    measured(rig, records, sizes._min_misses * 0.9, sizes._min_misses)
+    sizes.grow(10)
+    assert num_blocks(records) == [START, START + 1]
+    rig.run()
+
+
+@pytest.mark.parametrize("misses", [(10, 50), (50, 10)])
+def test_who_misses_least_shrinks_first(
+    both: tuple[SchedulerRig, list[Record]], misses: tuple[int, int]
+) -> None:
+    rig, records = both
+    sizes = rig.coordinator.pressure.regions
+    measured(rig, records, 20, 20)
+    sizes.grow(2)
+    assert num_blocks(records) == [START + 1, START + 1]
+    measured(rig, records, *misses)
+    sizes.take_grown(1)
+    assert num_blocks(records) == [START + (n == 50) for n in misses]
+    rig.run()
