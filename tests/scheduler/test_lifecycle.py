@@ -167,3 +167,14 @@ def test_reset_with_steps_in_flight_and_deferred_frees(make_rig: Any) -> None:
     rig.run()
     assert len(rig.outputs["a"]) == 10
     assert rig.reset(running=False)
+
+
+def test_a_page_is_told_once(make_rig: Any) -> None:
+    """A request's pages while nothing happens to them, prompt in chunks and answer."""
+    rig = make_rig(num_device_blocks=100, low=0.0, high=0.1)
+    rig.add("a", range(40), max_tokens=20)
+    told = []
+    while rig.scheduler.requests:
+        told += [write.page for write in rig.submit().pages]
+        rig.collect()
+    assert told == list(range(15))
