@@ -96,3 +96,13 @@ def test_the_last_block_is_handed_out(num_blocks: int) -> None:
     taken = grow(pool, extents, "all", num_blocks - 1, 100)
     assert sorted(ids(taken)) == list(range(1, num_blocks))
     assert pool.get_num_free_blocks() == 0
+
+
+def test_a_run_starts_beside_what_others_want() -> None:
+    """Even where it is shorter there: the other would be cut off in the middle."""
+    pool, extents = make(30)
+    first = grow(pool, extents, "first", 2, 20)
+    assert ids(first) == [1, 2]
+    other = extents.take("other", pool.null_block, 15)
+    assert other.block_id == 21
+    assert extents.take("first", first[-1], 18).block_id == 3
