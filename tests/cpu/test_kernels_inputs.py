@@ -114,11 +114,9 @@ def test_positions_and_lengths(batch: Batch) -> None:
     assert torch.equal(left["seq_lens_ptr"], batch.seq_lens)
 
 
-@few
-@given(data=st.data(), new_sampled=st.integers(0, 1))
-def test_sampled_and_draft_tokens(data: st.DataObject, new_sampled: int) -> None:
-    batch = data.draw(batches(new_sampled))
-    same(
+def combined(batch: Batch, num_drafts: int, block_size: int, **launch: int) -> dict[str, torch.Tensor]:
+    """What the kernel and its stand-in leave, with draft tensors of `num_drafts` columns."""
+    return same(
         inputs.combine_sampled_and_draft_tokens,
         (batch.num_reqs,),
         input_ids_ptr=torch.full((MAX_TOKENS,), -7, dtype=torch.int32),
@@ -127,33 +125,24 @@ def test_sampled_and_draft_tokens(data: st.DataObject, new_sampled: int) -> None
         query_start_loc_ptr=batch.query_start_loc,
         seq_lens_ptr=batch.seq_lens,
         prefill_len_ptr=batch.state(batch.prompts),
-        draft_tokens_ptr=numbers(MAX_REQS, DRAFTS),
-        draft_tokens_stride=DRAFTS,
+        draft_tokens_ptr=numbers(MAX_REQS, num_drafts),
+        draft_tokens_stride=num_drafts,
         cu_num_logits_ptr=batch.cu_num_logits,
         logits_indices_ptr=torch.full((sum(batch.num_logits),), -7),
-        BLOCK_SIZE=4,
-        NUM_NEW_SAMPLED_TOKENS=new_sampled,
+        BLOCK_SIZE=block_size,
+        **launch,
     )
+
+
+@few
+@given(data=st.data(), new_sampled=st.integers(0, 1))
+def test_sampled_and_draft_tokens(data: st.DataObject, new_sampled: int) -> None:
+    combined(data.draw(batches(new_sampled)), DRAFTS, 4, NUM_NEW_SAMPLED_TOKENS=new_sampled)
 
 
 def test_no_speculation() -> None:
     """Draft tensors without a column."""
-    batch = Batch([4, 1], [3, 9], [6, 2], [1, 5], [1, 1])
-    left = same(
-        inputs.combine_sampled_and_draft_tokens,
-        (2,),
-        input_ids_ptr=torch.full((MAX_TOKENS,), -7, dtype=torch.int32),
-        idx_mapping_ptr=batch.idx_mapping,
-        last_sampled_tokens_ptr=numbers(MAX_REQS, 1),
-        query_start_loc_ptr=batch.query_start_loc,
-        seq_lens_ptr=batch.seq_lens,
-        prefill_len_ptr=batch.state(batch.prompts),
-        draft_tokens_ptr=numbers(MAX_REQS, 0),
-        draft_tokens_stride=0,
-        cu_num_logits_ptr=batch.cu_num_logits,
-        logits_indices_ptr=torch.full((2,), -7),
-        BLOCK_SIZE=1,
-    )
+    left = combined(Batch([4, 1], [3, 9], [6, 2], [1, 5], [1, 1]), 0, 1)
     assert left["logits_indices_ptr"].tolist() == [0, 5]
 
 

@@ -317,16 +317,21 @@ def test_a_lease_that_has_ended(make_consumer: MakeConsumer, to_host: bool) -> N
         assert consumer.reader.counters.failed == 1
 
 
+def start_reading(consumer: Consumer, work: ImportJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader is in the middle of a job, until the patch is undone."""
+    monkeypatch.setattr(consumer.agent, "state", lambda handle: "PROC")
+    consumer.reader.accept(PeerMessage(jobs=(work,)))
+    while not consumer.reader.counters.reads:
+        consumer.reader.poll()
+
+
 def test_a_lease_that_ends_while_pages_are_read(
     make_consumer: MakeConsumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = make_layout((3,), 2)
     with producer(layout, True) as found:
         consumer = make_consumer(layout)
-        monkeypatch.setattr(consumer.agent, "state", lambda handle: "PROC")
-        consumer.reader.accept(PeerMessage(jobs=(job(found, layout, False, False),)))
-        while not consumer.reader.counters.reads:
-            consumer.reader.poll()
+        start_reading(consumer, job(found, layout, False, False), monkeypatch)
         assert found.marks is not None
         found.marks.update([], ["there"])
         monkeypatch.undo()
@@ -360,10 +365,7 @@ def test_a_plain_producers_lease_that_ends_while_pages_are_read(
     layout = make_layout((2, 1), 1)
     with producer(layout, False) as found:
         consumer = make_consumer(layout)
-        monkeypatch.setattr(consumer.agent, "state", lambda handle: "PROC")
-        consumer.reader.accept(PeerMessage(jobs=(job(found, layout, False, False),)))
-        while not consumer.reader.counters.reads:
-            consumer.reader.poll()
+        start_reading(consumer, job(found, layout, False, False), monkeypatch)
         monkeypatch.undo()
         monkeypatch.setattr(consumer.links, "kept_until", lambda *_: time.monotonic() - 1)
         assert consumer.finish() == ({"r"}, {"r"})

@@ -53,19 +53,22 @@ def finish(rig: SchedulerRig) -> list[str]:
     return [r for r in order_of_admission(rig) if r != "runs"]
 
 
+def race(rig: SchedulerRig, cold: range = COLD, **options: Any) -> list[str]:
+    """The order in which two are admitted that came as "cold" and "warm"."""
+    start(rig, "cold", cold, **options)
+    start(rig, "warm", WARM[0])
+    return finish(rig)
+
+
 def test_a_request_that_finds_its_prefix_passes(crowded: Any) -> None:
     rig = crowded()
-    start(rig, "cold", COLD)
-    start(rig, "warm", WARM[0])
-    assert finish(rig) == ["warm", "cold"]
+    assert race(rig) == ["warm", "cold"]
     assert rig.coordinator.num_passed == 1
 
 
 def test_first_come_first_served_without_the_option(crowded: Any) -> None:
     rig = crowded(max_passing=0)
-    start(rig, "cold", COLD)
-    start(rig, "warm", WARM[0])
-    assert finish(rig) == ["cold", "warm"]
+    assert race(rig) == ["cold", "warm"]
 
 
 def test_only_so_many_pass(crowded: Any) -> None:
@@ -79,9 +82,7 @@ def test_only_so_many_pass(crowded: Any) -> None:
 def test_a_request_passes_only_where_room_costs_prefixes(crowded: Any) -> None:
     """The pool has room for the newcomer beside all keys that are kept."""
     rig = crowded(num_device_blocks=121)
-    start(rig, "cold", COLD)
-    start(rig, "warm", WARM[0])
-    assert finish(rig) == ["cold", "warm"]
+    assert race(rig) == ["cold", "warm"]
 
 
 def test_room_is_what_leaves_the_low_watermark_free(crowded: Any) -> None:
@@ -89,9 +90,7 @@ def test_room_is_what_leaves_the_low_watermark_free(crowded: Any) -> None:
     rig = crowded(num_device_blocks=84)
     unkept = rig.coordinator.leases.order.num_unkept
     assert 8 + 13 <= unkept < 8 + 13 + rig.coordinator.pressure.low  # pages at a time, and keys
-    start(rig, "cold", COLD)
-    start(rig, "warm", WARM[0])
-    assert finish(rig) == ["warm", "cold"]
+    assert race(rig) == ["warm", "cold"]
 
 
 def test_each_cold_request_lets_so_many_pass(crowded: Any) -> None:
@@ -111,9 +110,7 @@ def test_each_cold_request_lets_so_many_pass(crowded: Any) -> None:
 
 def test_a_short_request_is_not_passed(crowded: Any) -> None:
     rig = crowded()
-    start(rig, "cold", range(900, 916))
-    start(rig, "warm", WARM[0])
-    assert finish(rig) == ["cold", "warm"]
+    assert race(rig, range(900, 916)) == ["cold", "warm"]
 
 
 def test_nobody_waits_for_an_idle_engine(make_rig: Any) -> None:
@@ -130,9 +127,7 @@ def test_nobody_waits_for_an_idle_engine(make_rig: Any) -> None:
 
 def test_a_more_urgent_request_is_not_passed(crowded: Any) -> None:
     rig = crowded(policy="priority")
-    start(rig, "cold", COLD, priority=-1)
-    start(rig, "warm", WARM[0])
-    assert finish(rig) == ["cold", "warm"]
+    assert race(rig, priority=-1) == ["cold", "warm"]
 
 
 def test_a_request_that_has_run_is_not_passed(crowded: Any) -> None:
@@ -166,6 +161,4 @@ def test_those_that_give_up_are_not_passed_any_more(crowded: Any) -> None:
 def test_beside_another_connector_nobody_is_passed(crowded: Any) -> None:
     """It may have what a request does not find here."""
     rig = crowded(num_offload_chunks=4)
-    start(rig, "cold", COLD)
-    start(rig, "warm", WARM[0])
-    assert finish(rig) == ["cold", "warm"]
+    assert race(rig) == ["cold", "warm"]

@@ -108,6 +108,15 @@ class Allocations:
         newcomer = self._newcomer(self._coordinator.records.get(request_id))
         return self._coordinator.reclaimer.num_reclaimable(missing, self._hit, newcomer)
 
+    def num_at_a_time(self, num_tokens: int) -> int:
+        """Device blocks that a request without a prefix holds at any one time: all its keys, and as many
+        pages as it has to find room for.
+        """
+        (_, num_parts), *others = self._kinds
+        num_pages = -(-num_tokens // self._coordinator.layout.page_tokens)
+        num_keys = sum(-(-num_tokens // manager.block_size) * n for manager, n in others)
+        return num_keys + min(num_pages, self._admission.claim(False)) * num_parts
+
     # ---- taking
 
     def make_room(self, record: Record, num_tokens: int, num_landing: int = 0) -> None:

@@ -76,12 +76,7 @@ class QueueOrder:
     def _costs_kept(self, request: Request) -> bool:
         """Whether the pool were below its low watermark with the request and all keys that are kept."""
         coordinator = self._coordinator
-        layout = coordinator.layout
-        num_pages = min(-(-request.num_tokens // layout.page_tokens), coordinator.admission.claim(False))
-        need = num_pages * layout.num_parts
-        for manager in coordinator.on_device:
-            if manager not in coordinator.resident:
-                need += -(-request.num_tokens // manager.block_size)
+        need = coordinator.allocations.num_at_a_time(request.num_tokens)
         return need + coordinator.pressure.low > coordinator.leases.order.num_unkept
 
     def _is_passable(self, request: Request) -> bool:
