@@ -249,13 +249,6 @@ def test_a_failed_engine_is_an_exit_code_and_names_the_log(
     Path(log).parent.rmdir()
 
 
-def test_ctrl_c_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(progress: Progress) -> None:
-        raise KeyboardInterrupt
-
-    assert run_with(monkeypatch, interrupt)(False) == command.INTERRUPTED
-
-
 def test_an_engine_that_dies_is_an_error_with_its_last_words(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -263,7 +256,7 @@ def test_an_engine_that_dies_is_an_error_with_its_last_words(
     engine = EngineProcess(Mode.PLAIN, tmp_path, tmp_path / "log")
     (tmp_path / "log").write_text("first\nout of luck\n")
     with pytest.raises(DemoError, match=r"plain engine ended with exit code 1: out of luck"):
-        list(engine.frames())
+        list(engine.frames(lambda: None))
     engine.stop()
     engine.stop()
 

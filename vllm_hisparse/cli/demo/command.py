@@ -21,10 +21,11 @@ from vllm_hisparse.cli.demo.process import DemoError, EngineProcess
 from vllm_hisparse.cli.demo.progress import Progress
 from vllm_hisparse.cli.demo.summary import report, table
 from vllm_hisparse.cli.demo.view import View, header, timeline
+from vllm_hisparse.cli.signals import Stopped, note_signals
 
 __all__ = ["demo", "run_demo"]
 
-DIFFERENT, FAILED, INTERRUPTED = 1, 2, 130
+DIFFERENT, FAILED = 1, 2
 
 
 def demo(
@@ -42,36 +43,46 @@ def demo(
 def run_demo(as_json: bool) -> int:
     """Runs the demo. Returns the exit code: 1 if outputs differ, 2 if an engine failed, 130 after Ctrl-C."""
     console = Console(stderr=as_json)
-    directory = Path(tempfile.mkdtemp(prefix="vllm-hisparse-demo-"))
-    log_path = directory / "engine.log"
     progress, began = Progress(), time.monotonic()
-    try:
-        _show_runs(progress, console, directory, log_path)
-    except DemoError as error:
-        console.print(Text(f"demo: {error}", "bold red"), soft_wrap=True)
-        console.print(f"demo: vLLM's log is {log_path}", highlight=False, soft_wrap=True)
-        return FAILED
-    except KeyboardInterrupt:
-        console.print("demo: stopped")
-        shutil.rmtree(directory, ignore_errors=True)
-        return INTERRUPTED
-    shutil.rmtree(directory, ignore_errors=True)
+    with note_signals() as check, ExitStack() as stack:
+        directory = Path(tempfile.mkdtemp(prefix="vllm-hisparse-demo-"))
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        log_path = directory / "engine.log"
+        try:
+            _show_runs(progress, console, directory, log_path, check)
+        except DemoError as error:
+            stack.pop_all()
+            console.print(Text(f"demo: {error}", "bold red"), soft_wrap=True)
+            console.print(f"demo: vLLM's log is {log_path}", highlight=False, soft_wrap=True)
+            return FAILED
+        except Stopped as stopped:
+            console.print("demo: stopped")
+            return stopped.status
     return _conclude(progress, console, as_json, time.monotonic() - began)
 
 
-def _show_runs(progress: Progress, console: Console, directory: Path, log_path: Path) -> None:
+def _show_runs(
+    progress: Progress, console: Console, directory: Path, log_path: Path, check: Callable[[], None]
+) -> None:
     if not console.is_terminal:
         lines = Lines(progress, console)
-        run_engines(progress, directory, log_path, lines.show)
+        run_engines(progress, directory, log_path, lines.show, check)
         return
     with Live(View(progress), console=console, refresh_per_second=10, transient=True):
-        run_engines(progress, directory, log_path, lambda frame: None)
+        run_engines(progress, directory, log_path, lambda frame: None, check)
 
 
-def run_engines(progress: Progress, directory: Path, log_path: Path, show: Callable[[Frame], None]) -> None:
-    """The three runs, one after the other; `show` is called after every frame.
+def run_engines(
+    progress: Progress,
+    directory: Path,
+    log_path: Path,
+    show: Callable[[Frame], None],
+    check: Callable[[], None],
+) -> None:
+    """The three runs, one after the other; `show` is called after every frame, `check` often.
 
-    While one runs the next is made ready. Raises DemoError if an engine fails. No engine is left behind.
+    While one runs the next is made ready. Raises DemoError if an engine fails, and what `check` raises. No
+    engine is left behind.
     """
     with ExitStack() as stack:
 
@@ -84,7 +95,7 @@ def run_engines(progress: Progress, directory: Path, log_path: Path, show: Calla
         engine = start(modes.pop(0))
         while True:
             following = None
-            for frame in engine.frames():
+            for frame in engine.frames(check):
                 progress.add(engine.mode, frame)
                 show(frame)
                 if isinstance(frame, Started):
