@@ -3,9 +3,12 @@ vLLM's
 in-tree HiSparse, ours, and ours without the reads (`skip_io`: wrong outputs, the time that reads add).
 
     resident   everything fits: what HiSparse costs where it is not needed
-    pressure   the KV of a few requests fits; second round of the same prompts
+    pressure   the KV of a few requests fits
     replayed   the same with selections that churn 13.4 % a step, in place of the random weights' own
     long       one context ten times the pool
+
+The first round of the prompts fills the caches; figures are medians of the rounds behind it. A round longer
+than `--limit-s` is cut off, its figures are of what it did until then, and `finished` is false.
 
 Models have eight layers of real sizes and random weights: "separate" runs an indexer in every layer, "shared"
 one for four.
@@ -18,25 +21,27 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from common import environment, write_json
-from engine_worker import Run
-from processes import run_engine
+from engine_worker import Run, make_model
+from processes import run_in_turn
 
-RESIDENT = {"kv_gib": 4.0, "requests": 16, "context": 16384, "num_tokens": 512, "host_gib": 8.0}
+RESIDENT = {"kv_gib": 4.0, "requests": 16, "context": 16384, "num_tokens": 512, "host_gib": 8.0, "rounds": 4}
 PRESSURE = {
     "kv_gib": 0.8,
     "requests": 16,
     "context": 65536,
     "num_tokens": 1024,
     "host_gib": 16.0,
+    "first_tokens": 32,
     "rounds": 2,
 }
 SCENARIOS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "resident": (("plain", "ours", "in_tree"), RESIDENT),
     "pressure": (("offload", "ours", "in_tree"), PRESSURE),
-    "replayed": (("ours_skip_io", "ours"), PRESSURE | {"churn": 0.134, "num_tokens": 512}),
+    "replayed": (("ours_skip_io", "ours"), PRESSURE | {"churn": 0.134, "num_tokens": 512, "host_gib": 8.0}),
     "long": (
         ("ours",),
         {
@@ -53,7 +58,7 @@ MEASURED = (
     "tokens_per_s", "tpot_ms", "mean_step_ms", "decode_batch", "decode_steps", "preemptions", "hit_rate",
     "seconds",
 )  # fmt: skip
-COLUMNS = ("model", "scenario", "impl", "batch", "context", *MEASURED[:-1], "start_s")
+COLUMNS = ("model", "scenario", "impl", "batch", "context", *MEASURED[:-1], "finished", "start_s")
 COLORS = {"ours": "#0b6e4f", "in_tree": "#c8553d", "plain": "#888888", "offload": "#888888"}
 
 
@@ -67,12 +72,15 @@ def runs(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Run]]:
                     continue
                 out = str(folder / f"{scenario}-{model}-{impl}.json")
                 run = Run(out=out, models=str(folder / "models"), impl=impl, model=model)
-                yield scenario, replace(run, **options)
+                yield scenario, replace(run, limit_s=args.limit_s, **options)
 
 
 def row_of(scenario: str, run: Run, result: dict[str, Any]) -> dict[str, Any]:
-    """The last round's figures."""
-    last = result["rounds"][-1]
+    """Medians of the rounds behind the first, or of the only one."""
+    if "error" in result:
+        return {"impl": run.impl, "model": run.model, "scenario": scenario, "error": result["error"]}
+    rounds = result["rounds"][1:] or result["rounds"]
+    figures = {key: [r[key] for r in rounds if r[key] is not None] for key in MEASURED}
     return {
         "impl": run.impl,
         "model": run.model,
@@ -80,7 +88,9 @@ def row_of(scenario: str, run: Run, result: dict[str, Any]) -> dict[str, Any]:
         "batch": run.requests,
         "context": run.context,
         "kv_gib": run.kv_gib,
-        **{key: last[key] for key in MEASURED},
+        **{key: median(values) if values else None for key, values in figures.items()},
+        "finished": all(r["finished"] for r in result["rounds"]),
+        "num_rounds": len(rounds),
         "start_s": result["start_s"],
         "pages": result.get("pages"),
     }
@@ -115,7 +125,9 @@ def main() -> None:
     parser.add_argument("--scenarios", default="resident,pressure,replayed")
     parser.add_argument("--models", default="shared,separate")
     parser.add_argument("--impls", default="", help="these only")
-    parser.add_argument("--timeout-s", type=float, default=300, help="of one engine")
+    parser.add_argument("--at-once", type=int, default=1, help="engines that start side by side")
+    parser.add_argument("--limit-s", type=float, default=120, help="of a round")
+    parser.add_argument("--timeout-s", type=float, default=600, help="of one engine, its turn waited for")
     parser.add_argument("--folder", type=Path, help="of models, results and logs")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path)
@@ -123,21 +135,16 @@ def main() -> None:
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
+    planned = list(runs(args, folder))
+    for model in {run.model for _, run in planned}:  # once, before several engines want it
+        make_model(replace(planned[0][1], model=model))
     rows = []
     print(" ".join(f"{name:>13}" for name in COLUMNS))
-    for scenario, run in runs(args, folder):
-        try:
-            row = row_of(scenario, run, run_engine(run, args.timeout_s))
-        except RuntimeError as error:
-            print(error)
-            row = {
-                "impl": run.impl,
-                "model": run.model,
-                "scenario": scenario,
-                "error": str(error).splitlines()[-1],
-            }
+    results = run_in_turn([run for _, run in planned], args.at_once, args.timeout_s)
+    for (scenario, run), result in zip(planned, results, strict=True):
+        row = row_of(scenario, run, result)
         rows.append(row)
-        print(" ".join(f"{row.get(name)!s:>13}" for name in COLUMNS), flush=True)
+        print(row.get("error", " ".join(f"{row.get(name)!s:>13}" for name in COLUMNS)), flush=True)
         if args.out:  # after each: a later one may be stopped
             head = environment(args.commit) | {"command": "vllm-hisparse bench engine"}
             write_json(args.out, head | {"rows": rows})

@@ -36,7 +36,10 @@ class Run:
     context: int = 4096
     shorter: int = 17  # each prompt is this much shorter than the one before
     num_tokens: int = 64
+    first_tokens: int = 0  # in the first of several rounds, which fills the caches; 0: num_tokens
     rounds: int = 1
+    limit_s: float = 0  # of a round, which is then cut off; 0: none
+    in_turn: bool = False  # start, then wait until the parent wants the rounds: see `processes.run_in_turn`
     max_model_len: int = 0  # 0: what is needed
     max_batched_tokens: int = 8192
     max_num_seqs: int = 16
@@ -53,14 +56,21 @@ class Run:
     always_host: bool = False
 
 
+class RoundCutOff(Exception):
+    """A round has taken longer than its limit."""
+
+
 class Schedule:
     """When each step was scheduled and of what, seen at vLLM's scheduler."""
 
     def __init__(self, scheduler: Any) -> None:
         self.steps: list[tuple[float, tuple[int, ...]]] = []  # (time, tokens of each request scheduled)
+        self.deadline = float("inf")  # of time.perf_counter
         schedule = scheduler.schedule
 
         def watched(*args: Any, **kwargs: Any) -> Any:
+            if time.perf_counter() > self.deadline:
+                raise RoundCutOff
             output = schedule(*args, **kwargs)
             self.steps.append((time.perf_counter(), tuple(output.num_scheduled_tokens.values())))
             return output
@@ -144,6 +154,7 @@ def patch_selections(run: Run) -> None:
         determinism.select_without_chance()
         if run.impl == "plain":
             determinism.write_rows_in_two_steps()
+            determinism.prefill_in_prefill_kernels()
     if run.churn:
         replay = determinism.Replay(
             num_leaders=PATTERNS[run.model].count("F"),
@@ -170,23 +181,35 @@ def make_model(run: Run) -> Path:
     return models.make_model(Path(run.models), model)
 
 
-def measure(llm: Any, run: Run, schedule: Schedule, counters: Any) -> dict[str, Any]:
-    """One round: all prompts at once."""
+def measure(llm: Any, run: Run, schedule: Schedule, counters: Any, num_tokens: int = 0) -> dict[str, Any]:
+    """One round: all prompts at once, each for `num_tokens` (0: the run's).
+
+    Cut off, it reports what it saw.
+    """
     from vllm import SamplingParams
 
+    num_tokens = num_tokens or run.num_tokens
     sampling = SamplingParams(
         temperature=0,
-        max_tokens=run.num_tokens,
+        max_tokens=num_tokens,
         ignore_eos=True,
         detokenize=False,
         logprobs=NUM_LOGPROBS * run.exact or None,
     )
     before = counters()
     schedule.take()
+    given = prompts(run)
     begin = time.perf_counter()
-    results = llm.generate(prompts(run), sampling, use_tqdm=False)
+    schedule.deadline = begin + (run.limit_s or float("inf"))
+    try:
+        results = llm.generate(given, sampling, use_tqdm=False)
+    except RoundCutOff:
+        results = []
     seconds = time.perf_counter() - begin
     steps = schedule.take()
+    num_produced = (
+        run.requests * num_tokens if results else sum(tokens.count(1) for _, tokens in steps)
+    )  # of a round cut off: decodes
     decoding = [
         (b - a, len(tokens))
         for (a, tokens), (b, _) in itertools.pairwise(steps)
@@ -200,7 +223,8 @@ def measure(llm: Any, run: Run, schedule: Schedule, counters: Any) -> dict[str, 
     )
     return {
         "seconds": round(seconds, 3),
-        "tokens_per_s": round(run.requests * run.num_tokens / seconds, 1),
+        "finished": bool(results),
+        "tokens_per_s": round(num_produced / seconds, 1),
         "decode_batch": busiest,
         "decode_steps": len(full),
         "tpot_ms": round(full[len(full) // 2] * 1e3, 3) if full else None,
@@ -217,6 +241,13 @@ def measure(llm: Any, run: Run, schedule: Schedule, counters: Any) -> dict[str, 
 
 def _logprobs(steps: Any) -> list[list[list[float]]]:
     return [[[t, p.logprob] for t, p in sorted(step.items())] for step in steps]
+
+
+def wait_for_turn(out: Path) -> None:
+    """Say that the engine has started, and wait until the parent wants its rounds."""
+    out.with_suffix(".started").touch()
+    while not out.with_suffix(".turn").exists():
+        time.sleep(0.05)
 
 
 def main() -> None:
@@ -252,8 +283,14 @@ def main() -> None:
     warm = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
     llm.generate([{"prompt_token_ids": list(range(100, 400))}], warm, use_tqdm=False)
     result: dict[str, Any] = {"start_s": round(start_s, 1)}
-    result["rounds"] = [measure(llm, run, schedule, counters) for _ in range(run.rounds)]
-    if worker:
+    if run.in_turn:
+        wait_for_turn(Path(run.out))
+    result["rounds"] = rounds = []
+    for i in range(run.rounds):
+        rounds.append(measure(llm, run, schedule, counters, 0 if i else run.first_tokens))
+        if not rounds[-1]["finished"]:
+            break
+    if worker and rounds[-1]["finished"]:
         coordinator = core.scheduler.connector.coordinator
         for _ in range(4):
             llm.llm_engine.step()

@@ -49,7 +49,7 @@ CASES = (
     ),
     Case(
         "chunks over host-backed context",
-        both={"requests": 2, "context": 40000, "max_batched_tokens": 1024},
+        both={"requests": 1, "context": 40000, "max_batched_tokens": 1024},
         ours={"kv_gib": 0.2, "low": 0.3, "high": 0.5},
     ),
 )

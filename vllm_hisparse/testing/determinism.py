@@ -1,9 +1,10 @@
 """vLLM on CUDA made comparable bit by bit, for tests and benchmarks.
 
-Two things stand in the way. vLLM's top-k kernels let atomics decide in which order they write a selection and
-which of equal scores they take, so two runs of one engine differ: selections can be made without chance. And
-without HiSparse one fused kernel normalises a row and quantises it, while with HiSparse the row is rounded to
-bf16 in between, as vLLM's own HiSparse does it: a reference can be made to write rows in the same two steps.
+Three things stand in the way. vLLM's top-k kernels let atomics decide in which order they write a selection
+and which of equal scores they take, so two runs of one engine differ: selections can be made without chance.
+And two things vLLM does otherwise as soon as HiSparse is on, its own or ours; a reference can be made to do
+them alike: a row is rounded to bf16 between being normalised and being quantised, where one fused kernel does
+both otherwise; and a prefill of few tokens runs in the prefill kernels, not in the decode kernel.
 
 Replayed selections have a locality that random weights do not.
 """
@@ -14,7 +15,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["Replay", "replay_selections", "select_without_chance", "top_k", "write_rows_in_two_steps"]
+__all__ = [
+    "Replay",
+    "prefill_in_prefill_kernels",
+    "replay_selections",
+    "select_without_chance",
+    "top_k",
+    "write_rows_in_two_steps",
+]
 
 LAST = torch.iinfo(torch.int32).max
 ROWS_AT_ONCE = 1024  # of a prefill: bounds the memory that a selection takes
@@ -84,6 +92,20 @@ def write_rows_in_two_steps() -> None:
         return result
 
     attention.fused_norm_rope = in_two_steps
+
+
+def prefill_in_prefill_kernels() -> None:
+    """Let vLLM without HiSparse run prefills in the prefill kernels however short they are, for the rest of
+    the process: a tail behind cached pages would run in the decode kernel, whose sums come in another order.
+    """
+    from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonMetadataBuilder
+
+    split = SparseMLACommonMetadataBuilder._init_reorder_batch_threshold
+
+    def split_by_one(self: Any, threshold: int | None = 1, *args: Any, **options: Any) -> None:
+        split(self, 1, *args, **options)
+
+    SparseMLACommonMetadataBuilder._init_reorder_batch_threshold = split_by_one
 
 
 class Replay:
