@@ -1,7 +1,6 @@
 """Engines of the benchmarks, as processes: side by side at their start, one after another in their rounds."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,12 +31,12 @@ Path(run.out).write_text(json.dumps({{"impl": run.impl}}))
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER.format(bench=str(Path(processes.__file__).parent)))
     monkeypatch.setattr(processes, "WORKER", worker)
     monkeypatch.setattr(processes, "environment", lambda: None)
-    yield tmp_path
+    return tmp_path
 
 
 def test_engines_take_turns(folder: Path) -> None:

@@ -1,5 +1,8 @@
 """The host pool of a process: made once, given back once, and said so."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,3 +43,39 @@ def test_made_once_and_given_back_once(lines: list[str]) -> None:
 def test_more_than_there_is() -> None:
     with pytest.raises(ValueError, match=r"got a host pool of .* GiB and .* GiB of memory; need a smaller"):
         host_memory(1 << 50, pinned=False)
+
+
+def test_one_rank_has_memory_of_its_own() -> None:
+    """Huge pages where the kernel has them, and no copies for processes that are forked."""
+    memory = host_memory(64 << 20, pinned=False)
+    try:
+        at = f"{memory.tensor.data_ptr():x}-"
+        _, _, entry = Path("/proc/self/smaps").read_text().partition(f"\n{at}")
+        flags = entry.split("VmFlags:")[1].splitlines()[0].split()
+        assert {"dc", "hg"} <= set(flags) and "sh" not in flags
+    finally:
+        release_host_memory()
+
+
+AT_EXIT = """
+import atexit, torch
+from vllm_hisparse.runtime.host_memory import host_memory, release_host_memory
+
+class Runtime:  # stands in for the driver
+    def cudaHostUnregister(self, address):
+        print("unpinned", address)
+
+torch.cuda.synchronize, torch.cuda.cudart = (lambda: None), Runtime
+host_memory(1 << 20, pinned=False)._registered = [1, 2]
+atexit.register(release_host_memory)
+"""
+
+
+def test_given_back_at_exit() -> None:
+    """By then Python starts no threads."""
+    result = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True)
+    assert [line for line in result.stdout.splitlines() if "unpinned" in line][:2] == [
+        "unpinned 1",
+        "unpinned 2",
+    ]
+    assert "Traceback" not in result.stderr

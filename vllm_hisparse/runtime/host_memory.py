@@ -2,6 +2,7 @@
 pieces, kept while the process lives.
 """
 
+import ctypes
 import mmap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from vllm.logger import init_logger
 
 from .available import available_bytes
-from .host_sharing import SharedMap, map_shared
+from .host_sharing import map_private, map_shared
 from .stream_words import StreamWords
 from .turns import PolledWords, WriteTurns
 
@@ -20,7 +21,8 @@ __all__ = ["HostMemory", "host_memory", "release_host_memory"]
 logger = init_logger("vllm.vllm_hisparse")
 GIB = 2**30
 PIECE_BYTES = GIB
-NUM_THREADS = 8
+NUM_THREADS = 16
+MADV_POPULATE_WRITE = 23  # of Linux 5.14; Python has no name for it
 REPORT_EVERY_S = 2.0
 _kept: dict[tuple[int, bool], "HostMemory"] = {}
 
@@ -71,7 +73,7 @@ class HostMemory:
 
         if group is None:
             _check_available(num_bytes)
-            shared = SharedMap(mmap.mmap(-1, num_bytes), 0, 1)
+            shared = map_private(num_bytes)
         else:
             shared = map_shared(group, size, lambda: _check_available(num_bytes))
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -95,10 +97,10 @@ class HostMemory:
             self.turns = WriteTurns(shared.rank, shared.num_ranks, words)
 
     def _register(self, rank: int, num_ranks: int) -> None:
-        """Register all pieces with the driver, a few at a time.
+        """Take the memory and register it with the driver, many pieces at a time.
 
-        Whoever registers a piece first has the kernel take its memory, close to that rank's CPU. Ranks begin
-        with pieces of their own, which spreads the pool over the node and is done sooner.
+        Whoever takes a piece first gets it close to that rank's CPU. Ranks begin with pieces of their own,
+        which spreads the pool over the node and is done sooner.
         Raises RuntimeError with the driver's reason.
         """
         started = reported = time.monotonic()
@@ -122,6 +124,9 @@ class HostMemory:
         torch.cuda.set_device(device)
         size = min(PIECE_BYTES, self._all.numel() - start)
         address = self._all.data_ptr() + start
+        # The kernel takes the pages of several threads at a time here; in the registration, one by one. Where
+        # it does not know the request, the registration has to.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), MADV_POPULATE_WRITE)
         error = torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[no-untyped-call]
         if int(error) != 0:
             raise RuntimeError(
@@ -144,6 +149,11 @@ class HostMemory:
             torch.cuda.synchronize()
         except RuntimeError as error:  # a device that has failed reads nothing any more
             logger.warning("HiSparse: the host pool is unpinned after an error of the device: %s", error)
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            list(pool.map(torch.cuda.cudart().cudaHostUnregister, self._registered))  # type: ignore[no-untyped-call]
+        unregister = torch.cuda.cudart().cudaHostUnregister  # type: ignore[no-untyped-call]
+        try:
+            with ThreadPoolExecutor(NUM_THREADS) as pool:
+                list(pool.map(unregister, self._registered))
+        except RuntimeError:  # at Python's exit, which starts no threads any more
+            for address in self._registered:
+                unregister(address)
         self._registered.clear()

@@ -14,18 +14,29 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["NAME", "SharedMap", "map_shared", "node_of_this_process"]
+__all__ = ["NAME", "SharedMap", "map_private", "map_shared", "node_of_this_process"]
 
 NAME = "vllm-hisparse-host-pool"  # in /proc/PID/maps
 
 
 @dataclass(frozen=True)
 class SharedMap:
-    """Shared memory, zero at first, and this process's place among those that have mapped it."""
+    """Memory, zero at first, and this process's place among those that have mapped it."""
 
     map: mmap.mmap
     rank: int  # 0 has created it
     num_ranks: int
+
+
+def map_private(num_bytes: int) -> SharedMap:
+    """Memory of this process alone.
+
+    The kernel gives it huge pages, which a shared file does not get by default, and they are pinned several
+    times as fast. A forked process does not inherit it: it would be given copies of the pinned pages.
+    """
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)
+    return SharedMap(memory, 0, 1)
 
 
 def node_of_this_process() -> str:
