@@ -3,7 +3,8 @@
     python examples/start.py examples/single-node
     MODEL=/models/mine GPUS=4 python examples/start.py examples/single-node
 
-Ends when one of them does, or on SIGTERM or Ctrl-C; then all of them are ended.
+Ends when one of them does, or on SIGTERM or Ctrl-C; then all of them are ended, and what they have started.
+They get a minute for it, in which vLLM answers the requests that it has; a second Ctrl-C kills them.
 """
 
 import json
@@ -13,13 +14,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^{}]*))?\}")
 STOP_S = 60
+TRACKER = b"multiprocessing.resource_tracker"  # of Python: removes shared memory when nobody uses it any more
+TRACKER_S = 5
 
 
 @dataclass(frozen=True)
@@ -57,31 +61,63 @@ def _value(found: re.Match[str], variables: Mapping[str, str]) -> str:
 
 
 def main() -> int:
-    """Runs all services; returns the exit status of the first that ended."""
+    """Runs the services. Returns the status of the first that ended; 0 after SIGTERM, 130 after Ctrl-C."""
     services = read(Path(sys.argv[1]) / "compose.json", os.environ)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    running = [
-        subprocess.Popen(service.command, env={**os.environ, **service.environment})
-        for service in services.values()
-    ]
+    asked: list[int] = []  # noted, not raised: that could come while a service is being started or ended
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: asked.append(number))
+    running: list[subprocess.Popen[bytes]] = []
     try:
-        while all(process.poll() is None for process in running):
-            time.sleep(0.5)
-        return next(process.returncode for process in running if process.returncode is not None)
-    except KeyboardInterrupt:
-        return 0
+        for service in services.values():
+            # A session of its own: Ctrl-C does not reach it, and what it starts can be told from the rest.
+            environment = {**os.environ, **service.environment}
+            running.append(subprocess.Popen(service.command, env=environment, start_new_session=True))
+        while not asked and all(process.poll() is None for process in running):
+            time.sleep(0.1)
+        ended = [process.returncode for process in running if process.returncode is not None]
+        if not ended:
+            print("start.py: ends the services; Ctrl-C kills them", file=sys.stderr)
     finally:
-        _stop(running)
+        _stop(running, lambda: signal.SIGINT in asked[1:])
+    if ended:
+        return _shown(ended[0])
+    return 0 if asked[0] == signal.SIGTERM else _shown(-asked[0])
 
 
-def _stop(running: list[subprocess.Popen[bytes]]) -> None:
+def _shown(status: int) -> int:
+    """An exit status as shells show it."""
+    return status if status >= 0 else 128 - status
+
+
+def _stop(running: list[subprocess.Popen[bytes]], in_a_hurry: Callable[[], bool]) -> None:
+    """SIGTERM for each service, then SIGKILL for every process of theirs that is left in the end."""
     for process in running:
-        process.terminate()
+        process.terminate()  # nothing to those that have ended
+    sessions = {process.pid for process in running}
     deadline = time.monotonic() + STOP_S
-    while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+    while _members(sessions) and time.monotonic() < deadline and not in_a_hurry():
+        time.sleep(0.1)
+    deadline = time.monotonic() + TRACKER_S
+    while left := _members(sessions):
+        for pid, command in left.items():
+            if TRACKER not in command or time.monotonic() > deadline:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
     for process in running:
-        process.kill()  # nothing to those that have ended
+        process.wait()
+
+
+def _members(sessions: set[int]) -> dict[int, bytes]:
+    """Processes of sessions that have not ended, and their command lines."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ends meanwhile
+            state, _, _, session = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+            if int(session) in sessions and state not in "ZX":
+                found[int(folder.name)] = (folder / "cmdline").read_bytes()
+    return found
 
 
 if __name__ == "__main__":

@@ -38,7 +38,9 @@ class Program:
         self._mark = f"{MARK}={directory}"
         marked = environment(TMPDIR=str(self.temporary), **{MARK: str(directory)}, **variables)
         with self._output.open("wb") as output, interruptible():
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=marked)
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=marked, start_new_session=True
+            )
 
     @property
     def output(self) -> str:
@@ -65,13 +67,13 @@ class Program:
             time.sleep(0.02)
 
     def interrupt(self, times: int = 1) -> int:
-        """Ctrl-C, and again while it has not ended. Returns the exit status that a shell shows.
+        """Ctrl-C, for all processes of its group as a terminal does it, and again while it has not ended.
 
-        Raises TimeoutExpired if the program hangs.
+        Returns the exit status that a shell shows. Raises TimeoutExpired if the program hangs.
         """
         for _ in range(times):
             if self.process.poll() is None:
-                self.process.send_signal(signal.SIGINT)
+                os.killpg(self.process.pid, signal.SIGINT)
                 time.sleep(0.05)
         status = self.process.wait(HANG_S)
         return status if status >= 0 else 128 - status

@@ -26,7 +26,7 @@ from typing import Any
 
 from common import environment, write_json
 from engine_worker import Run, make_model
-from processes import run_in_turn
+from processes import run_in_turn, run_script
 
 RESIDENT = {"kv_gib": 4.0, "requests": 16, "context": 16384, "num_tokens": 512, "host_gib": 8.0, "rounds": 4}
 PRESSURE = {
@@ -153,4 +153,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

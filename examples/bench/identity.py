@@ -17,7 +17,7 @@ from typing import Any
 
 from common import environment, write_json
 from engine_worker import Run, make_model
-from processes import run_engines
+from processes import run_engines, run_script
 
 PRESSURE: dict[str, Any] = {"kv_gib": 0.3, "low": 0.5, "high": 0.7}
 
@@ -139,4 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -4,41 +4,68 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from engine_worker import Run
 
+from vllm_hisparse.cli.signals import Stopped, note_signals
+
 WORKER = Path(__file__).with_name("engine_worker.py")
 ERROR_LINES = 25
+POLL_S = 0.1
 
 
-def run_engine(run: Run, timeout_s: float) -> dict[str, Any]:
-    """The result of one engine. What it logs goes beside its result file.
+class Engine:
+    """An engine that has been started. What it logs goes beside its result file."""
 
-    Raises RuntimeError with the log's last lines if it fails.
-    """
-    out, log = Path(run.out), Path(run.out).with_suffix(".log")
-    out.unlink(missing_ok=True)
-    begin = time.monotonic()
-    with log.open("w") as stream:
+    def __init__(self, run: Run, timeout_s: float) -> None:
+        self._out, self._log = Path(run.out), Path(run.out).with_suffix(".log")
+        self._timeout_s = timeout_s
+        self._has_ended = False
+        self._out.unlink(missing_ok=True)
+        self._began = time.monotonic()
         command = [sys.executable, str(WORKER), json.dumps(asdict(run))]
-        try:
-            subprocess.run(
-                command, stdout=stream, stderr=stream, timeout=timeout_s, env=environment(), check=False
+        with self._log.open("w") as log:
+            # A session of its own: Ctrl-C does not reach it, and what it starts can be ended with it.
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment(), start_new_session=True
             )
-        except subprocess.TimeoutExpired:
-            stream.write(f"\nstopped after {timeout_s} s\n")
-    print(f"{out.stem}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-    if not out.exists():
-        raise RuntimeError(f"{out.stem}:\n" + "\n".join(log.read_text().splitlines()[-ERROR_LINES:]))
-    return dict(json.loads(out.read_text()))
+
+    def is_running(self) -> bool:
+        """False once it has ended. One that takes too long is ended here."""
+        if self._has_ended:
+            return False
+        seconds = time.monotonic() - self._began
+        if self._process.poll() is None:
+            if seconds < self._timeout_s:
+                return True
+            self.end()
+            with self._log.open("a") as log:
+                log.write(f"\nstopped after {self._timeout_s} s\n")
+        self._has_ended = True
+        print(f"{self._out.stem}: {seconds:.0f} s", file=sys.stderr, flush=True)
+        return False
+
+    def end(self) -> None:
+        """Kill it if it is still there, with everything that it has started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def result(self) -> dict[str, Any]:
+        """What it wrote; if it failed, {"error": the last lines of its log}."""
+        if self._out.exists():
+            return dict(json.loads(self._out.read_text()))
+        last = self._log.read_text().splitlines()[-ERROR_LINES:]
+        return {"error": "\n".join([f"{self._out.stem}:", *last])}
 
 
 def environment() -> dict[str, str]:
@@ -47,21 +74,43 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def run_engines(runs: Sequence[Run], at_once: int, timeout_s: float) -> list[dict[str, Any]]:
-    """Results in the order of `runs`; a failed one is {"error": text}."""
+@contextmanager
+def watched() -> Iterator[tuple[list[Engine], Callable[[], None]]]:
+    """(engines, all of which are ended with this block, and a call that waits a moment).
 
-    def guarded(run: Run) -> dict[str, Any]:
+    The call looks at each engine's time, and raises Stopped after Ctrl-C, SIGTERM or SIGHUP. For the main
+    thread.
+    """
+    engines: list[Engine] = []
+    with note_signals() as check:
+
+        def wait() -> None:
+            check()
+            time.sleep(POLL_S)
+            for engine in engines:
+                engine.is_running()
+
         try:
-            return run_engine(run, timeout_s)
-        except RuntimeError as error:
-            return {"error": str(error)}
+            yield engines, wait
+        finally:
+            for engine in engines:
+                engine.end()
 
-    with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(guarded, runs))
+
+def run_engines(runs: Sequence[Run], at_once: int, timeout_s: float) -> list[dict[str, Any]]:
+    """Results in the order of `runs`; a failed one is {"error": text}. Raises Stopped, see `watched`."""
+    waiting = list(runs)
+    with watched() as (engines, wait):
+        while (num_running := sum(engine.is_running() for engine in engines)) or waiting:
+            for run in waiting[: at_once - num_running]:
+                engines.append(Engine(run, timeout_s))
+            del waiting[: at_once - num_running]
+            wait()
+        return [engine.result() for engine in engines]
 
 
 def run_in_turn(runs: Sequence[Run], at_once: int, timeout_s: float) -> Iterator[dict[str, Any]]:
-    """Results in the order of `runs`; a failed one is {"error": text}.
+    """Results in the order of `runs`; a failed one is {"error": text}. Raises Stopped, see `watched`.
 
     Engines start side by side, `at_once` together, which takes most of the time, and do their rounds one
     after another while the others wait and take nothing but memory. `start_s` then says little.
@@ -71,14 +120,22 @@ def run_in_turn(runs: Sequence[Run], at_once: int, timeout_s: float) -> Iterator
         marks = [(Path(run.out).with_suffix(".started"), Path(run.out).with_suffix(".turn")) for run in group]
         for mark in [mark for pair in marks for mark in pair]:
             mark.unlink(missing_ok=True)
-        with ThreadPoolExecutor(len(group)) as pool:
-            engines = [pool.submit(run_engine, run, timeout_s) for run in group]
+        with watched() as (engines, wait):
+            for run in group:
+                engines.append(Engine(run, timeout_s))
             for engine, (started, _) in zip(engines, marks, strict=True):
-                while not (started.exists() or engine.done()):
-                    time.sleep(0.1)
+                while engine.is_running() and not started.exists():
+                    wait()
             for engine, (_, turn) in zip(engines, marks, strict=True):
                 turn.touch()
-                try:
-                    yield engine.result()
-                except RuntimeError as error:
-                    yield {"error": str(error)}
+                while engine.is_running():
+                    wait()
+                yield engine.result()
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """A script that uses `watched`. After a signal it ends with the exit status that shells know for it."""
+    try:
+        main()
+    except Stopped as stopped:
+        sys.exit(stopped.status)

@@ -17,12 +17,16 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from common import environment, write_json
 from engine_worker import Run, connector_options, make_model
 from processes import environment as variables
+from processes import run_script
+
+from vllm_hisparse.cli.signals import note_signals
 
 GIB = 2**30
 START_S, STOP_S = 300, 120
@@ -64,10 +68,11 @@ def is_gone(group: int) -> bool:
     return False
 
 
-def until(reached: Any, limit_s: float, what: str) -> float:
-    """Seconds that it took. Raises TimeoutError."""
+def until(reached: Callable[[], bool], limit_s: float, what: str, check: Callable[[], None]) -> float:
+    """Seconds that it took. Raises TimeoutError, and what `check` raises, which is called often."""
     begin = time.monotonic()
     while not reached():
+        check()
         if time.monotonic() - begin > limit_s:
             raise TimeoutError(f"{what}: not after {limit_s:.0f} s")
         time.sleep(0.05)
@@ -80,25 +85,26 @@ def measure(run: Run, model: Path, log: Path) -> dict[str, Any]:
         port = int(listener.getsockname()[1])
     plugins = {} if run.impl == "ours" else {"VLLM_PLUGINS": "none"}
     before = available_gib()
-    with log.open("w") as stream:
-        server = subprocess.Popen(
-            command(run, model, port),
-            stdout=stream,
-            stderr=stream,
-            env=variables() | {"VLLM_USE_FLASHINFER_SAMPLER": "0"} | plugins,
-            start_new_session=True,
-        )
-    try:
-        start_s = until(lambda: server.poll() is not None or is_ready(port), START_S, "start")
-        if server.poll() is not None:
-            raise RuntimeError("\n".join(log.read_text().splitlines()[-25:]))
-        during = available_gib()
-        server.send_signal(signal.SIGTERM)
-        stop_s = until(lambda: server.poll() is not None and is_gone(server.pid), STOP_S, "end")
-    finally:
-        if not is_gone(server.pid):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+    with note_signals() as check:
+        with log.open("w") as stream:
+            server = subprocess.Popen(
+                command(run, model, port),
+                stdout=stream,
+                stderr=stream,
+                env=variables() | {"VLLM_USE_FLASHINFER_SAMPLER": "0"} | plugins,
+                start_new_session=True,
+            )
+        try:
+            start_s = until(lambda: server.poll() is not None or is_ready(port), START_S, "start", check)
+            if server.poll() is not None:
+                raise RuntimeError("\n".join(log.read_text().splitlines()[-25:]))
+            during = available_gib()
+            server.send_signal(signal.SIGTERM)
+            stop_s = until(lambda: server.poll() is not None and is_gone(server.pid), STOP_S, "end", check)
+        finally:
+            if not is_gone(server.pid):
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
     text = log.read_text()
     seconds = {"pinned_s": PINNED.search(text), "freed_s": FREED.search(text)}
     return {
@@ -135,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -2,19 +2,39 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.interrupts import Program, program
 from vllm_hisparse.cli import bench
 from vllm_hisparse.cli.main import app
 
+__all__ = ["program"]
+
 RUNNER = CliRunner()
 SCRIPT = """
-import sys
+import sys, time
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--wait"]:
+        try:
+            print("waits", flush=True)
+            time.sleep(600)
+        except KeyboardInterrupt:
+            time.sleep(1)  # somebody's engines have to be ended
+            sys.exit(5)
     sys.exit(3 if sys.argv[1:] == ["--rows", "5"] else 4)
+"""
+# `vllm-hisparse` with other benchmarks: their folder, then arguments.
+WITH_SCRIPTS = """
+import sys
+from pathlib import Path
+from vllm_hisparse.cli import bench
+from vllm_hisparse.cli.__main__ import main
+bench.SCRIPTS = Path(sys.argv.pop(1))
+main()
 """
 
 
@@ -52,8 +72,16 @@ def test_bench_lists_scripts_only(scripts: Path) -> None:
 
 
 def test_bench_passes_options_and_exit_code_on(scripts: Path) -> None:
-    assert RUNNER.invoke(app, ["bench", "quick", "--rows", "5"]).exit_code == 3
-    assert RUNNER.invoke(app, ["bench", "quick"]).exit_code == 4
+    command = [sys.executable, "-c", WITH_SCRIPTS, str(scripts), "bench", "quick"]
+    assert subprocess.run([*command, "--rows", "5"], check=False).returncode == 3
+    assert subprocess.run(command, check=False).returncode == 4
+
+
+def test_a_benchmark_ends_by_itself_after_ctrl_c(scripts: Path, program: Callable[..., Program]) -> None:
+    bench = program(sys.executable, "-c", WITH_SCRIPTS, scripts, "bench", "quick", "--wait")
+    bench.wait_for(lambda: "waits" in bench.output)
+    assert bench.interrupt() == 5
+    bench.check_nothing_left()
 
 
 def test_bench_refuses_names_that_are_none(scripts: Path) -> None:

@@ -1,6 +1,6 @@
 """`vllm-hisparse bench`: the scripts of examples/bench, in a source tree."""
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -32,8 +32,8 @@ def bench(
     if name not in found:
         typer.echo(f"got benchmark {name!r}; need one of {', '.join(found)}", err=True)
         raise typer.Exit(2)
-    command = [sys.executable, str(found[name]), *context.args]
-    raise typer.Exit(subprocess.run(command, check=False).returncode)
+    # In place of this process: a parent would be interrupted with the script, and kill it while it ends.
+    os.execv(sys.executable, [sys.executable, str(found[name]), *context.args])
 
 
 def benchmarks() -> dict[str, Path]:

@@ -9,8 +9,11 @@ __all__ = ["Stopped", "note_signals"]
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Stopped(Exception):
-    """A signal asked the program to end. `status` is the exit status that shells show for it."""
+class Stopped(KeyboardInterrupt):
+    """A signal asked the program to end; nothing that handles errors takes it for one.
+
+    `status` is the exit status that shells show for it.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.strsignal(number))
