@@ -49,6 +49,8 @@ def command(run: Run, model: Path, port: int) -> list[str]:
         transfer = {"kv_connector": "HiSparseConnector", "kv_role": "kv_both"}
         transfer["kv_connector_extra_config"] = connector_options(run)  # type: ignore[assignment]
         words += ["--kv-transfer-config", json.dumps(transfer)]
+    else:  # the same kernels as ours, in `engine_worker` too
+        words += ["--attention-config", json.dumps({"sparse_mla_force_mqa": True})]
     return words
 
 
