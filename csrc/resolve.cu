@@ -20,9 +20,11 @@ cudaError_t launch_resolve(const ResolveParams& p, int num_slices, cudaStream_t 
       Layout::kSharesPages && p.max_pages <= kMaxSharedPages && aligned(p.resident, 16) && aligned(p.host, 16)
           ? p.max_pages
           : 0;
-  const ResolveShape shape{Divider::of(p.block_size), p.max_pages * p.block_size, shared_pages};
+  const int shared_blocks = Layout::kSharesPages && p.max_hot_blocks <= kThreads ? p.max_hot_blocks : 0;
+  const ResolveShape shape{Divider::of(p.block_size), p.max_pages * p.block_size, shared_pages, shared_blocks};
+  const int tables = (shared_blocks + 3) / 4 * 4 + shared_pages;
   return launch(resolve_kernel<kThreads, E, S, kLrfu, kVector>, dim3(std::max(p.num_batch_rows, 1), num_slices),
-                kThreads, Layout::kBytes + shared_pages * sizeof(int32_t), stream, p, shape);
+                kThreads, Layout::kBytes + tables * sizeof(int32_t), stream, p, shape);
 }
 
 // Few threads where they suffice: what is done once a thread outweighs what is done once an entry.

@@ -33,6 +33,9 @@ __device__ __forceinline__ uint4 load_once(const void* address) {
   return value;
 }
 
+// Keeps a value in its register: without it the compiler may compute it again where it is used.
+__device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
 __device__ __forceinline__ unsigned lanes_below(int lane) { return (1u << lane) - 1u; }
 
 // Exclusive prefix over the warp of a value in [0, kMax], and the warp's total. One ballot a bit instead of a shuffle
@@ -62,18 +65,18 @@ __device__ __forceinline__ int inclusive_prefix(int value, int lane) {
 
 // Quotient of a number in [0, 2^31) without a division or a branch: one multiplication by a rounded-up reciprocal.
 struct Divider {
-  uint32_t reciprocal;  // ceil(2^shift / divisor)
-  int32_t shift;        // 31 + ceil(log2(divisor))
+  uint32_t reciprocal;  // ceil(2^(31 + shift) / divisor)
+  int32_t shift;        // ceil(log2(divisor))
   int32_t divisor;
 
   __host__ static Divider of(int32_t divisor) {
     int32_t bits = 0;
     while ((int64_t{1} << bits) < divisor) ++bits;
     const uint64_t power = uint64_t{1} << (31 + bits);
-    return {static_cast<uint32_t>((power + divisor - 1) / divisor), 31 + bits, divisor};
+    return {static_cast<uint32_t>((power + divisor - 1) / divisor), bits, divisor};
   }
   __device__ __forceinline__ int32_t quotient(int32_t value) const {
-    return static_cast<int32_t>((static_cast<uint64_t>(static_cast<uint32_t>(value)) * reciprocal) >> shift);
+    return static_cast<int32_t>(__umulhi(static_cast<uint32_t>(value) << 1, reciprocal) >> shift);
   }
   __device__ __forceinline__ int32_t remainder(int32_t value) const { return value - quotient(value) * divisor; }
 };

@@ -1,12 +1,13 @@
-// The n lowest ranks of a region, by radix histograms over the ranks' actual range.
+// The n lowest ranks of a region, by radix histograms of those that are low.
 #pragma once
 
 #include "hisparse/device.cuh"
 
 namespace hisparse::cuda {
 
-inline constexpr int kBins = 2048;
-inline constexpr int kBinBits = 11;
+inline constexpr int kBinBits = 8;
+inline constexpr int kBins = 1 << kBinBits;
+inline constexpr int kOwnBins = kBins / 32;  // a lane's, in a search
 
 // Ranks are unsigned, 0 for empty slots. Distances count from the lowest rank of a slot in use, so that the gap between
 // empty and other slots does not widen the range: 0 for empty slots, 1 and up for others.
@@ -14,91 +15,75 @@ __device__ __forceinline__ uint32_t rank_distance(uint32_t rank, uint32_t lowest
   return rank == 0 ? 0u : rank - lowest + 1u;
 }
 
-// One pass resolves the top 11 bits of a range of distances [low, low + 2^bits). While the range is narrow a distance
-// has up to 32 bins, one a lane, so that equal ranks do not serialise.
+// Distance of slots that take no part.
+inline constexpr uint32_t kNoCandidate = UINT32_MAX;
+
+// One pass resolves the top 8 bits of the range of distances [low, low + width], width < 2^bits.
 struct Digit {
   uint32_t low;
-  int bits;
-  int shift;  // distance - low >> shift: 11 bits
-  uint32_t values;
-  int spread;  // log2 of the bins a value has: 0, or a whole number of lanes' bins in find_digit
+  uint32_t width;
+  int shift;
 
-  __device__ __forceinline__ Digit(uint32_t low, int bits)
-      : low(low),
-        bits(bits),
-        shift(max(bits - kBinBits, 0)),
-        values(1u << min(bits, kBinBits)),
-        spread(bits <= kBinBits - 3 ? min(kBinBits - bits, 5) : 0) {}
+  __device__ __forceinline__ static Digit of(uint32_t low, uint32_t width) {
+    return {low, width, max(32 - __clz(width) - kBinBits, 0)};
+  }
 };
 
+// Adds this thread's candidates inside the range to the shared histogram, all others to bins[kBins], which nobody reads:
+// equal bins of a warp are one addition, and a condition would cost a branch each.
+template <int S>
+__device__ __forceinline__ void count_digit(const uint32_t (&distance)[S], const Digit& digit, int* bins) {
+#pragma unroll
+  for (int i = 0; i < S; ++i) {
+    const uint32_t above = distance[i] - digit.low;  // wraps to a large number below `low`
+    atomicAdd(&bins[above <= digit.width ? above >> digit.shift : kBins], 1);
+  }
+}
+
 struct Crossing {
-  uint32_t value;  // of the digit
+  uint32_t value;  // of the digit; kBins if all that was counted is not enough
   int before;      // candidates below it
   int inside;      // candidates at it
 };
 
-// Distance of slots that take no part.
-inline constexpr uint32_t kNoCandidate = UINT32_MAX;
+// A lane's bins, summed up.
+struct OwnBins {
+  int end[kOwnBins];
 
-// Adds this thread's candidates inside the range to the shared histogram. kAll: they all are.
-template <int S, bool kAll>
-__device__ __forceinline__ void count_digit(const uint32_t (&distance)[S], const Digit& digit, int* bins) {
-  const unsigned replica = threadIdx.x & ((1u << digit.spread) - 1u);
+  __device__ __forceinline__ static OwnBins load(const int* bins) {
+    OwnBins own;
+    int sum = 0;
 #pragma unroll
-  for (int i = 0; i < S; ++i) {
-    const uint32_t above = distance[i] - digit.low;  // wraps to a large number below `low`
-    const uint32_t bin = (above >> digit.shift) << digit.spread | replica;
-    if (distance[i] != kNoCandidate && (kAll || above >> digit.shift < digit.values)) atomicAdd(&bins[bin], 1);
+    for (int i = 0; i < kOwnBins; i += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(bins + (threadIdx.x & 31) * kOwnBins + i);
+      own.end[i] = sum += four.x;
+      own.end[i + 1] = sum += four.y;
+      own.end[i + 2] = sum += four.z;
+      own.end[i + 3] = sum += four.w;
+    }
+    return own;
   }
-}
-
-// The warp's total of its share of the bins, for find_digit after the next barrier.
-template <int kThreads>
-__device__ __forceinline__ void sum_bins(const int* bins, int* warp_totals) {
-  constexpr int kOwn = kBins / kThreads;
-  int own = 0;
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) own += bins[threadIdx.x * kOwn + i];
-  own = __reduce_add_sync(kAllLanes, own);
-  if ((threadIdx.x & 31) == 0) warp_totals[threadIdx.x >> 5] = own;
-}
+};
 
 // The digit's value that holds the `wanted`-th lowest candidate. Every warp finds it on its own.
-template <int kThreads>
-__device__ __forceinline__ Crossing find_digit(const int* bins, const int* warp_totals, int wanted, int spread) {
-  constexpr int kOwn = kBins / kThreads;
-  constexpr int kWarps = kThreads / 32;
+__device__ __forceinline__ Crossing find_digit(const OwnBins& own, int wanted) {
   const int lane = threadIdx.x & 31;
-  const int share = lane < kWarps ? warp_totals[lane] : 0;
-  const int share_end = inclusive_prefix(share, lane);
-  const int owner = __ffs(__ballot_sync(kAllLanes, share_end >= wanted)) - 1;
-  const int before_share = __shfl_sync(kAllLanes, share_end - share, owner);
-  int bin[kOwn];
-  int sum = 0;
+  const int end = inclusive_prefix(own.end[kOwnBins - 1], lane);
+  const unsigned reached = __ballot_sync(kAllLanes, end >= wanted);
+  if (reached == 0) return {kBins, __shfl_sync(kAllLanes, end, 31), 0};
+  const int begin = end - own.end[kOwnBins - 1];
+  int value = lane * kOwnBins, below = 0, up_to = INT32_MAX;
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) sum += bin[i] = bins[(owner * 32 + lane) * kOwn + i];
-  const int end = before_share + inclusive_prefix(sum, lane);
-  const int crossing = __ffs(__ballot_sync(kAllLanes, end >= wanted)) - 1;
-  const int first_bin = (owner * 32 + crossing) * kOwn;
-  if (spread == 0) {
-    int before = __shfl_sync(kAllLanes, end - sum, crossing);
-    int inside = 0, at = 0;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int next = __shfl_sync(kAllLanes, bin[i], crossing);
-      if (before + inside < wanted) {
-        before += inside;
-        inside = next;
-        at = i;
-      }
-    }
-    return {static_cast<uint32_t>(first_bin + at), before, inside};
+  for (int i = 0; i < kOwnBins; ++i) {
+    const bool is_below = begin + own.end[i] < wanted;
+    value += is_below;
+    below = max(below, is_below ? own.end[i] : 0);
+    up_to = min(up_to, is_below ? INT32_MAX : own.end[i]);
   }
-  const int group = (1 << spread) / kOwn;  // the bins of one value are those of `group` neighbouring lanes
-  const int begin = crossing & ~(group - 1);
-  const int before = __shfl_sync(kAllLanes, end - sum, begin);
-  const int inside = __shfl_sync(kAllLanes, end, begin + group - 1) - before;
-  return {static_cast<uint32_t>(first_bin) >> spread, before, inside};
+  const int owner = __ffs(reached) - 1;
+  const int before = __shfl_sync(kAllLanes, begin + below, owner);
+  return {static_cast<uint32_t>(__shfl_sync(kAllLanes, value, owner)), before,
+          __shfl_sync(kAllLanes, up_to - below, owner)};
 }
 
 // What is chosen: distances below `bound`, and the first `ties` in slot order of those equal to it.
@@ -107,27 +92,32 @@ struct Threshold {
   int ties;
 };
 
-// Resolves the threshold of the `wanted` lowest, 0 < wanted < candidates, from a first pass whose bins and totals are
-// complete; further passes, needed for ranges wider than 11 bits only, reuse both. All threads call it
-// alike.
-template <int kThreads, int S>
-__device__ __forceinline__ Threshold find_threshold(const uint32_t (&distance)[S], int wanted, Digit digit, int* bins,
-                                                    int* warp_totals) {
+// Resolves the threshold of the `wanted` lowest, 0 < wanted < candidates, from a first pass over [0, width] whose bins
+// are complete; `own` are this lane's. Further passes, rarely needed, reuse them: into a bin of several distances, or
+// beyond `width`, up to `highest()`. All threads call it alike.
+template <int kThreads, int S, typename Highest>
+__device__ __forceinline__ Threshold find_threshold(const uint32_t (&distance)[S], int wanted, uint32_t width,
+                                                    OwnBins own, Highest highest, int* bins) {
+  Digit digit = Digit::of(0, width);
   for (;;) {
-    const Crossing crossing = find_digit<kThreads>(bins, warp_totals, wanted, digit.spread);
+    const Crossing crossing = find_digit(own, wanted);
     wanted -= crossing.before;
-    const uint32_t low = digit.low + (crossing.value << digit.shift);
-    if (wanted == crossing.inside) return {low + (1u << digit.shift), 0};
-    if (digit.shift == 0) return {low, wanted};
-    digit = Digit(low, digit.shift);
+    uint32_t low = digit.low + (crossing.value << digit.shift);
+    if (crossing.value < kBins) {
+      if (wanted == crossing.inside) return {low + (1u << digit.shift), 0};
+      if (digit.shift == 0) return {low, wanted};
+      digit = Digit::of(low, (1u << digit.shift) - 1u);
+    } else {
+      low = digit.low + digit.width + 1u;
+      digit = Digit::of(low, highest() - low);
+    }
     __syncthreads();  // the bins have been read
 #pragma unroll 1
     for (int i = threadIdx.x; i < kBins; i += kThreads) bins[i] = 0;
     __syncthreads();
-    count_digit<S, false>(distance, digit, bins);
+    count_digit<S>(distance, digit, bins);
     __syncthreads();
-    sum_bins<kThreads>(bins, warp_totals);
-    __syncthreads();
+    own = OwnBins::load(bins);
   }
 }
 
