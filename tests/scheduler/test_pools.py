@@ -54,6 +54,26 @@ def test_a_page_that_lacks_a_part_is_not_on_the_device(make_rig: Any) -> None:
     assert host.get_cached_block(page_hash, [0])[0].pool is host  # type: ignore[index]
 
 
+def test_a_page_that_comes_again_is_found_where_it_is_now(make_rig: Any) -> None:
+    """What a lookup remembers ends with the blocks' hashes."""
+    rig = make_rig(num_device_blocks=91, num_parts=3, low=0.0, high=0.99)
+    rig.add("a", range(60), max_tokens=4)
+    rig.run()
+    host, pool = rig.coordinator.host_pool, rig.coordinator.pool
+    page_hash = hashes(rig)[0]
+    before = host.device_blocks(page_hash)
+    assert before is not None and host.device_blocks(page_hash) == before
+    pool.evict_blocks({b.block_id for b in before})
+    assert host.device_blocks(page_hash) is None
+    assert host.reset_prefix_cache()  # nor on the host: it is computed again
+    rig.run()
+    after = host.device_blocks(page_hash)
+    assert after is not None
+    assert after == pool.get_cached_block(
+        page_hash, [get_group_id(b.block_hash) for b in after if b.block_hash]
+    )
+
+
 def test_an_unknown_page(written: SchedulerRig) -> None:
     request = written.add("other", range(1, 61), max_tokens=1)
     assert written.coordinator.host_pool.get_cached_block(request.block_hashes[0], [0]) is None

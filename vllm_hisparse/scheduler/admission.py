@@ -74,16 +74,18 @@ class Admission:
         if not blocks:
             return Hit(num_host_only=num_landing) if num_landing else NO_HIT
         on_device = [self._host_pool.hit_blocks(block) for block in blocks]
+        block_ids, num_evictable, num_clean = [], 0, 0
+        for block, page in zip(blocks, on_device, strict=True):
+            block_ids += [b.block_id for b in page]
+            num_free = [b.ref_cnt for b in page].count(0)
+            num_evictable += num_free
+            if num_free == len(page) > 0 and self._host_pool.published(block) is not None:
+                num_clean += 1
         return Hit(
-            block_ids=frozenset(b.block_id for page in on_device for b in page),
-            num_evictable=sum(b.ref_cnt == 0 for page in on_device for b in page),
-            num_clean=sum(
-                bool(page)
-                and all(b.ref_cnt == 0 for b in page)
-                and self._host_pool.published(block) is not None
-                for block, page in zip(blocks, on_device, strict=True)
-            ),
-            num_host_only=num_landing + sum(not page for page in on_device),
+            block_ids=frozenset(block_ids),
+            num_evictable=num_evictable,
+            num_clean=num_clean,
+            num_host_only=num_landing + on_device.count([]),
             num_pages=len(blocks),
             num_free_host=self._num_free_host(blocks, on_device) if num_landing else 0,
         )

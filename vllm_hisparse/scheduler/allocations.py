@@ -40,15 +40,18 @@ class Allocations:
         self._num_kept = 0  # blocks that have to stay free beside what it takes
         self._num_tokens = 0  # that it is to have blocks for, when last asked
         self._hit = NO_HIT
+        self._asked: tuple[Sequence[KVCacheBlock], Sequence[int]] | None = None  # what `_hit` is of
         self._num_landing = 0  # pages of an import that take no device blocks
 
     def begin(self, request_id: str, num_kept: int) -> None:
         """vLLM enters `allocate_slots` for a request, beside which `num_kept` blocks have to stay free."""
         self._request_id, self._num_kept, self._num_tokens = request_id, num_kept, 0
+        self._asked = None
 
     def end(self) -> None:
         """vLLM leaves it."""
         self._request_id = ""
+        self._asked = None
 
     # ---- questions; nothing changes
 
@@ -57,7 +60,9 @@ class Allocations:
         queue, and a region if pages of it or of an import (`landing`) are on the host. More than there are
         if the host has no room.
         """
-        self._hit = self._admission.inspect(blocks, len(landing))
+        if not self._request_id or self._asked != (blocks, landing):  # vLLM asks twice
+            self._hit = self._admission.inspect(blocks, len(landing))
+            self._asked = blocks, landing
         self._num_landing = len(landing)
         if self._num_landing > self._host_pool.get_num_free_blocks() - self._hit.num_free_host:
             return self._pool.num_gpu_blocks

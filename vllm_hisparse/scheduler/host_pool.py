@@ -44,6 +44,8 @@ class HostPool(BlockPool):
         self.num_evictions = 0  # since start
         self.num_published = 0  # blocks that hold a published page; requests may publish the same page twice
         self.epoch = 0  # counts resets: a copy that was planned before one must not be published after it
+        # Pages found on the device, by hash: their blocks, and the hashes that these had then.
+        self._found: dict[BlockHash, tuple[list[KVCacheBlock], list[BlockHashWithGroupId | None]]] = {}
         super().__init__(
             num_blocks,
             device_pool.enable_caching,
@@ -76,8 +78,22 @@ class HostPool(BlockPool):
         return super().get_cached_block(block_hash, kv_cache_group_ids)
 
     def device_blocks(self, block_hash: BlockHash) -> list[KVCacheBlock] | None:
-        """The device's blocks of the page, one a part, or None unless every part has its own."""
-        return self._device_pool.get_cached_block(block_hash, self._resident_group_ids)
+        """The device's blocks of the page, one a part, or None unless every part has its own.
+
+        A prompt's pages are looked up several times while it is admitted, and vLLM makes a key of its own for
+        every part. So we remember what was found: a block holds a page for as long as it has the page's hash.
+        """
+        found = self._found.get(block_hash)
+        if found is not None and [block.block_hash for block in found[0]] == found[1]:
+            return found[0]
+        blocks = self._device_pool.get_cached_block(block_hash, self._resident_group_ids)
+        if blocks is None:
+            self._found.pop(block_hash, None)
+            return None
+        if len(self._found) >= self._device_pool.num_gpu_blocks:  # most of it is of pages long gone
+            self._found.clear()
+        self._found[block_hash] = blocks, [block.block_hash for block in blocks]
+        return blocks
 
     def host_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
         """The published host block of the page, or None."""
@@ -95,7 +111,9 @@ class HostPool(BlockPool):
 
     def published(self, block: KVCacheBlock) -> KVCacheBlock | None:
         """The host block published under a device block's hash."""
-        return None if block.block_hash is None else self.host_block(get_block_hash(block.block_hash))
+        if block.block_hash is None or not self.num_published:
+            return None
+        return self.host_block(get_block_hash(block.block_hash))
 
     def is_free(self, block_id: int) -> bool:
         """Whether the block exists and nobody leases it."""

@@ -90,22 +90,23 @@ class PageLeases:
 
     def adopt(self, record: Record, blocks: Sequence[KVCacheBlock]) -> None:
         """Lease the pages of a prefix hit, on whichever tier each of them is."""
-        rows: list[list[KVCacheBlock]] = [[] for _ in self._resident]
+        pages: list[list[KVCacheBlock]] = []  # device blocks
+        nowhere = [self._pool.null_block] * self._num_parts
         for page, block in enumerate(blocks):
             on_device = self._host_pool.hit_blocks(block)
             host = block if not on_device else self._host_pool.published(block)
             if host is not None:
                 self._hold(record, page, host)
             self._pool.touch(on_device)
-            for row, b in zip(rows, on_device or [self._pool.null_block] * self._num_parts, strict=True):
-                row.append(b)
+            pages.append(on_device or nowhere)
             record.pages.append(
                 PageState.HOST if not on_device else PageState.CLEAN if host else PageState.DIRTY
             )
-            self.counters.device_hits += bool(on_device)
-            self.counters.host_hits += not on_device
-        for manager, row in zip(self._resident, rows, strict=True):
-            manager.set_prefix(record.request_id, row)
+        num_host_hits = sum(on_device is nowhere for on_device in pages)
+        self.counters.device_hits += len(pages) - num_host_hits
+        self.counters.host_hits += num_host_hits
+        for manager, row in zip(self._resident, zip(*pages, strict=True), strict=True):
+            manager.set_prefix(record.request_id, list(row))
 
     def spill(self, record: Record, page: int, transfer: Transfer) -> bool:
         """Copy a dirty page to the host with `transfer`, unless another request has published it there
