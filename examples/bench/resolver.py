@@ -12,6 +12,7 @@ take `floor_resolve_us` in a kernel that only looks up, `floor_us` in one that a
 
 import argparse
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class Bench:
     misses: tuple[float, ...]
     peers: bool
     results: list[dict[str, Any]]
+    save: Callable[[], None]  # after every batch: a later one may be stopped
     plan_exact: bool = True  # of the last timed peer
 
     def run(self) -> None:
@@ -62,6 +64,7 @@ class Bench:
                     self._peers(steps, miss)
                 del steps
             print_table(self.results, batch)
+            self.save()
 
     def _memory(self, pool: tuple[float, bool], row: tuple[int, int]) -> Memory:
         return Memory(self.host, pool[0], row[0], row[1], pool[1])
@@ -250,10 +253,13 @@ def main(arguments: list[str] | None = None) -> None:
         result["translate_us"] = result["all_resident"][0]["translate_us"]
     result["rows"] = []
     pools = [(1.0, False), (args.pool_gib, False), (args.pool_gib, True)]
-    Bench(floors, host, pools, tuple(args.batch), tuple(args.miss), peers, result["rows"]).run()
+
+    def save() -> None:
+        if args.out:
+            write_json(args.out, result)
+
+    Bench(floors, host, pools, tuple(args.batch), tuple(args.miss), peers, result["rows"], save).run()
     print({name: value for name, value in result.items() if name != "rows"})
-    if args.out:
-        write_json(args.out, result)
     if args.picture:
         draw(result, args.picture)
 
