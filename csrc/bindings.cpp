@@ -34,6 +34,11 @@ STABLE_TORCH_LIBRARY(hisparse, m) {
       "Tensor plan_slot, Tensor plan_count, Tensor row_request, Tensor hot_region, Tensor hot, int row_bytes, "
       "int block_size, int block_stride_bytes, bool skip_io) -> ()");
   m.def(
+      "fetch_selected(Tensor group_host, Tensor(a!) pool, Tensor layer_offset, Tensor layer_part, "
+      "Tensor plan_host_row, Tensor plan_slot, Tensor plan_count, Tensor row_request, Tensor hot_region, Tensor hot, "
+      "Tensor topk, Tensor query_start, Tensor resident, Tensor host, Tensor hot_rows, Tensor slot_of, int part, "
+      "int row_bytes, int block_size, int block_stride_bytes, bool skip_io) -> ()");
+  m.def(
       "write_pages(Tensor pool, Tensor(a!) host, Tensor page_blocks, Tensor host_blocks, Tensor layer_offset, "
       "Tensor layer_part, Tensor host_offset, Tensor host_row_stride, int row_bytes, int block_size, "
       "int block_stride_bytes) -> ()");

@@ -67,10 +67,10 @@ class Ours:
 
     def move(self) -> None:
         for host, offset, part in self.groups:
-            torch.ops.hisparse.fetch(
+            torch.ops.hisparse.fetch_selected(
                 host, self.pool, offset, part, self.plan_host_row, self.plan_slot, self.plan_count,
-                self.request,
-                self.region, self.hot, self.memory.row_bytes, BLOCK_SIZE, self.stride_bytes, False,
+                self.request, self.region, self.hot, self.topk, self.query_start, self.resident, self.table,
+                self.hot_rows, self.slot_of, 0, self.memory.row_bytes, BLOCK_SIZE, self.stride_bytes, False,
             )  # fmt: skip
 
     def layer_rows(self, layer: int) -> torch.Tensor:

@@ -39,7 +39,7 @@ def no_spill(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_fetch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ops, "fetch", lambda *args, **kwargs: None)
+    patch.setattr(ops, "fetch_selected", lambda *args, **kwargs: None)
 
 
 def no_delta(patch: pytest.MonkeyPatch) -> None:

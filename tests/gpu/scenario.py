@@ -35,6 +35,24 @@ RESOLVE = [
     "plan_count",
     "counters",
 ]
+FETCH = [
+    "group_host",
+    "pool",
+    "layer_offset",
+    "layer_part",
+    "plan_host_row",
+    "plan_slot",
+    "plan_count",
+    "row_request",
+    "hot_region",
+    "hot",
+    "topk",
+    "query_start",
+    "resident",
+    "host",
+    "hot_rows",
+    "slot_of",
+]
 
 
 @dataclass(frozen=True)
@@ -285,12 +303,9 @@ class Scenario:
             shape.verify_rows,
             shape.policy,
         )
-        torch.ops.hisparse.fetch(
-            *(side[name] for name in ("group_host", "pool", "layer_offset", "layer_part")),
-            *(
-                side[name]
-                for name in ("plan_host_row", "plan_slot", "plan_count", "row_request", "hot_region", "hot")
-            ),
+        torch.ops.hisparse.fetch_selected(
+            *(side[name] for name in FETCH),
+            0,
             shape.row_bytes,
             shape.block_size,
             self.stride_rows * shape.row_bytes,

@@ -153,8 +153,22 @@ def plan_of(random: np.random.Generator, num_host_rows: int, num_slots: int) -> 
     return plan
 
 
+def selection_of(num_parts: int) -> dict[str, torch.Tensor | int]:
+    """What `resolve` might have been given for `plan_of`; a fetch with it moves what the plan says."""
+    return {
+        "topk": torch.arange(24, dtype=torch.int32).view(3, 8),
+        "query_start": torch.tensor([0, 1, 2, 3], dtype=torch.int32),
+        "resident": int32(num_parts, 2, 6, fill=-1),
+        "host": torch.arange(12, dtype=torch.int32).view(2, 6),
+        "hot_rows": int32(2, fill=12),
+        "slot_of": torch.full((2, 24), -1, dtype=torch.int16),
+        "part": 0,
+    }
+
+
 @pytest.mark.parametrize("skip_io", [False, True])
-def test_fetch(skip_io: bool) -> None:
+@pytest.mark.parametrize("name", ["fetch", "fetch_selected"])
+def test_fetch(name: str, skip_io: bool) -> None:
     random = np.random.default_rng(8)
     layers = Layers()
     pool, _ = layers.memory(random)
@@ -171,9 +185,11 @@ def test_fetch(skip_io: bool) -> None:
         "block_stride_bytes": layers.block_stride_bytes,
         "skip_io": skip_io,
     }
+    if name == "fetch_selected":
+        arguments |= selection_of(2)
     before, want = pool.clone(), pool.clone()
-    ops.fetch(pool=pool, **arguments)
-    ops.reference.fetch(pool=want, **arguments)
+    getattr(ops, name)(pool=pool, **arguments)
+    getattr(ops.reference, name)(pool=want, **arguments)
     assert_equal(pool, want, "pool")
     assert torch.equal(pool, before) == skip_io
 

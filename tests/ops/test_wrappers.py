@@ -111,7 +111,62 @@ def test_fetch_and_pages_say_what_is_wrong() -> None:
         ops.forget(*vars(State.empty(Geometry())).values(), blocks, blocks[:1], blocks)
 
 
+def fetch_selected_arguments() -> dict[str, object]:
+    zero, none = torch.zeros(1, dtype=torch.int32), torch.full((1, 2), -1, dtype=torch.int32)
+    return {
+        "group_host": torch.zeros(4, 16, dtype=torch.uint8),
+        "pool": torch.zeros(64, dtype=torch.uint8),
+        "layer_offset": torch.zeros(1, dtype=torch.int64),
+        "layer_part": zero,
+        "plan_host_row": none,
+        "plan_slot": none,
+        "plan_count": zero,
+        "row_request": zero,
+        "hot_region": zero,
+        "hot": zero.view(1, 1, 1),
+        "topk": none,
+        "query_start": torch.tensor([0, 1], dtype=torch.int32),
+        "resident": none.view(1, 1, 2),
+        "host": none,
+        "hot_rows": zero,
+        "slot_of": torch.full((1, 4), -1, dtype=torch.int16),
+        "part": 0,
+        "row_bytes": 16,
+        "block_size": 2,
+        "block_stride_bytes": 32,
+        "skip_io": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("topk", torch.zeros(2, dtype=torch.int32), r"fetch_selected: got topk .*need torch.int32 \[T, K\]"),
+        ("query_start", torch.zeros(3, dtype=torch.int32), r"got 2 batch rows in query_start; need at most"),
+        ("query_start", torch.zeros(0, dtype=torch.int32), r"got query_start .*need torch.int32 \[1\]"),
+        ("slot_of", torch.zeros(1, 4, dtype=torch.int32), r"slot_of torch.int32.*need torch.int16"),
+        ("slot_of", torch.zeros(1, 3, dtype=torch.int16), r"got max_positions 3; need 4 = max_pages \*"),
+        ("host", torch.zeros(1, 3, dtype=torch.int32), r"got host .*max_pages = 2\]"),
+        ("hot_region", torch.zeros(2, dtype=torch.int32), r"got hot_region .*\[max_requests = 1\]"),
+        ("hot", torch.zeros(1, 2, 1, dtype=torch.int32), r"got hot .*num_regions = 1"),
+        ("group_host", torch.zeros(4, 8, dtype=torch.uint8), r"got group_host .*16\]"),
+        ("part", 1, r"got part 1; need one below 1"),
+        ("row_bytes", 0, r"row_bytes 0; need 1"),
+    ],
+)  # fmt: skip
+def test_fetch_selected_says_what_is_wrong(name: str, value: object, words: str) -> None:
+    arguments = fetch_selected_arguments() | {name: value}
+    with pytest.raises(ValueError, match=words):
+        ops.fetch_selected(**arguments)
+
+
 def test_schemas_tell_what_is_written() -> None:
+    fetched = fetch_selected_arguments()
+    torch.library.opcheck(
+        torch.ops.hisparse.fetch_selected.default,
+        tuple(fetched[a.name] for a in torch.ops.hisparse.fetch_selected.default._schema.arguments),
+        test_utils=("test_schema", "test_faketensor"),
+    )
     torch.library.opcheck(
         torch.ops.hisparse.resolve.default,
         tuple(in_schema_order(resolve_arguments())),

@@ -5,7 +5,7 @@
 
 from vllm_hisparse.ops import reference
 from vllm_hisparse.ops.load import LibraryError, is_loaded, load_library
-from vllm_hisparse.ops.pages import fetch, gather_pages, read_pages, write_pages
+from vllm_hisparse.ops.pages import fetch, fetch_selected, gather_pages, read_pages, write_pages
 from vllm_hisparse.ops.regions import EMPTY_KEY, MAX_SLOTS, Counter, Policy, forget, resolve
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "LibraryError",
     "Policy",
     "fetch",
+    "fetch_selected",
     "forget",
     "gather_pages",
     "is_loaded",

@@ -2,7 +2,7 @@
 
 import torch
 
-OPS = ("resolve", "forget", "fetch", "write_pages", "read_pages", "gather_pages")
+OPS = ("resolve", "forget", "fetch", "fetch_selected", "write_pages", "read_pages", "gather_pages")
 
 
 def register() -> None:

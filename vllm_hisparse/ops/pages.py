@@ -15,7 +15,7 @@ import torch
 from vllm_hisparse.ops.checks import ShapeCheck
 from vllm_hisparse.ops.load import require_loaded
 
-UINT8, INT32, INT64 = torch.uint8, torch.int32, torch.int64
+UINT8, INT16, INT32, INT64 = torch.uint8, torch.int16, torch.int32, torch.int64
 
 
 def fetch(
@@ -48,26 +48,117 @@ def fetch(
     Raises ValueError on a wrong dtype, shape, device or layout, LibraryError when no library is loaded.
     """
     require_loaded()
+    plan = (plan_host_row, plan_slot, plan_count, row_request, hot_region, hot)
     try:
         torch.ops.hisparse.fetch(
-            group_host, pool, layer_offset, layer_part, plan_host_row, plan_slot, plan_count, row_request,
-            hot_region, hot, row_bytes, block_size, block_stride_bytes, skip_io,
+            group_host, pool, layer_offset, layer_part, *plan, row_bytes, block_size, block_stride_bytes,
+            skip_io,
         )  # fmt: skip
     except RuntimeError:
         check = ShapeCheck("fetch", pool.device)
         check.positive(row_bytes=row_bytes, block_size=block_size, block_stride_bytes=block_stride_bytes)
-        check("pool", pool, UINT8, ("pool_bytes",))
-        check("layer_offset", layer_offset, INT64, ("L",))
-        check("layer_part", layer_part, INT32, ("L",))
-        group_row_bytes = check.extents["L"] * row_bytes
-        check("group_host", group_host, UINT8, ("host_rows", group_row_bytes), torch.device("cpu"))
-        check("plan_count", plan_count, INT32, ("R",))
-        check("plan_host_row", plan_host_row, INT32, ("R+", "capacity"))
-        check("plan_slot", plan_slot, INT32, ("R+", "capacity"))
-        check("row_request", row_request, INT32, ("R+",))
-        check("hot_region", hot_region, INT32, ("max_requests",))
-        check("hot", hot, INT32, ("engine_parts", "num_regions", "max_hot_blocks"))
+        _check_fetch(check, group_host, pool, layer_offset, layer_part, plan, row_bytes)
         raise
+
+
+def fetch_selected(
+    group_host: torch.Tensor,
+    pool: torch.Tensor,
+    layer_offset: torch.Tensor,
+    layer_part: torch.Tensor,
+    plan_host_row: torch.Tensor,
+    plan_slot: torch.Tensor,
+    plan_count: torch.Tensor,
+    row_request: torch.Tensor,
+    hot_region: torch.Tensor,
+    hot: torch.Tensor,
+    topk: torch.Tensor,
+    query_start: torch.Tensor,
+    resident: torch.Tensor,
+    host: torch.Tensor,
+    hot_rows: torch.Tensor,
+    slot_of: torch.Tensor,
+    part: int,
+    row_bytes: int,
+    block_size: int,
+    block_stride_bytes: int,
+    skip_io: bool = False,
+) -> None:
+    """`fetch` for the plan of the last `resolve`, given what that was given: the same bytes, sooner.
+
+    A GPU reads rows of this selection while `resolve` still works; which of them to keep, and what else to
+    read, is what the plan says. `group_host` .. `hot` as in `fetch`; the others as `resolve` had them, and
+    none of them changed since, but `slot_of` by `resolve` itself:
+
+    topk           int32 [T, K], query_start int32 [batch rows + 1], at most R
+    resident       int32 [engine parts, max_requests, max_pages], host int32 [max_requests, max_pages]
+    hot_rows       int32 [num_regions], slot_of int16 [num_regions, max_positions]
+    part           the first of `parts`
+
+    Raises as `fetch` does.
+    """
+    require_loaded()
+    plan = (plan_host_row, plan_slot, plan_count, row_request, hot_region, hot)
+    sizes = (row_bytes, block_size, block_stride_bytes)
+    try:
+        torch.ops.hisparse.fetch_selected(
+            group_host, pool, layer_offset, layer_part, *plan, topk, query_start, resident, host, hot_rows,
+            slot_of, part, *sizes, skip_io,
+        )  # fmt: skip
+    except RuntimeError:
+        check = ShapeCheck("fetch_selected", pool.device)
+        check.positive(row_bytes=row_bytes, block_size=block_size, block_stride_bytes=block_stride_bytes)
+        check("topk", topk, INT32, ("T", "K"))
+        check("query_start", query_start, INT32, (max(query_start.numel(), 1),))
+        check("resident", resident, INT32, ("engine_parts", "max_requests", "max_pages"))
+        check("host", host, INT32, ("max_requests", "max_pages"))
+        check("hot_rows", hot_rows, INT32, ("num_regions",))
+        check("slot_of", slot_of, INT16, ("num_regions", "max_positions"))
+        _check_fetch(check, group_host, pool, layer_offset, layer_part, plan, row_bytes)
+        _check_selection(check.extents, query_start.numel() - 1, part, block_size)
+        raise
+
+
+def _check_fetch(
+    check: ShapeCheck,
+    group_host: torch.Tensor,
+    pool: torch.Tensor,
+    layer_offset: torch.Tensor,
+    layer_part: torch.Tensor,
+    plan: tuple[torch.Tensor, ...],
+    row_bytes: int,
+) -> None:
+    plan_host_row, plan_slot, plan_count, row_request, hot_region, hot = plan
+    check("pool", pool, UINT8, ("pool_bytes",))
+    check("layer_offset", layer_offset, INT64, ("L",))
+    check("layer_part", layer_part, INT32, ("L",))
+    group_row_bytes = check.extents["L"] * row_bytes
+    check("group_host", group_host, UINT8, ("host_rows", group_row_bytes), torch.device("cpu"))
+    check("plan_count", plan_count, INT32, ("R",))
+    check("plan_host_row", plan_host_row, INT32, ("R+", "capacity"))
+    check("plan_slot", plan_slot, INT32, ("R+", "capacity"))
+    check("row_request", row_request, INT32, ("R+",))
+    check("hot_region", hot_region, INT32, ("max_requests",))
+    check("hot", hot, INT32, ("engine_parts", "num_regions", "max_hot_blocks"))
+
+
+def _check_selection(extents: dict[str, int], num_batch_rows: int, part: int, block_size: int) -> None:
+    if num_batch_rows > extents["R"]:
+        raise ValueError(
+            f"fetch_selected: got {num_batch_rows} batch rows in query_start; need at most {extents['R']} "
+            "because plan_count has one number for each"
+        )
+    if not 0 <= part < extents["engine_parts"]:
+        raise ValueError(
+            f"fetch_selected: got part {part}; need one below {extents['engine_parts']} because it names a "
+            "plane of resident"
+        )
+    num_positions = extents["max_pages"] * block_size
+    if extents["max_positions"] < num_positions:
+        raise ValueError(
+            f"fetch_selected: got max_positions {extents['max_positions']}; need {num_positions} = max_pages "
+            "* block_size because every position that the tables know may be selected"
+        )
 
 
 def write_pages(

@@ -89,7 +89,7 @@ class GroupResolver:
             max_query_rows=runtime.config.verify_rows,
             policy=ops.Policy[runtime.config.policy.upper()],
         )
-        ops.fetch(
+        ops.fetch_selected(
             self._host_rows,
             runtime.memory.device_pool,
             self._layer_offset,
@@ -100,6 +100,13 @@ class GroupResolver:
             tables.row_request,
             tables.hot_region,
             tables.hot,
+            topk,
+            query_start,
+            tables.resident,
+            tables.host,
+            tables.hot_rows,
+            self.state.slot_of,
+            part=self._parts[0],
             row_bytes=runtime.layout.row_bytes,
             block_size=runtime.layout.page_tokens,
             block_stride_bytes=runtime.layout.block_stride_bytes,

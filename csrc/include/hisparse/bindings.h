@@ -35,6 +35,20 @@ struct Ops {
                     pool);
   }
 
+  static void fetch_selected(const Tensor& group_host, const Tensor& pool, const Tensor& layer_offset,
+                             const Tensor& layer_part, const Tensor& plan_host_row, const Tensor& plan_slot,
+                             const Tensor& plan_count, const Tensor& row_request, const Tensor& hot_region,
+                             const Tensor& hot, const Tensor& topk, const Tensor& query_start, const Tensor& resident,
+                             const Tensor& host, const Tensor& hot_rows, const Tensor& slot_of, int64_t part,
+                             int64_t row_bytes, int64_t block_size, int64_t block_stride_bytes, bool skip_io) {
+    const FetchTensors tensors{group_host, pool,       layer_offset, layer_part, plan_host_row,
+                               plan_slot,  plan_count, row_request,  hot_region, hot};
+    const SelectionTensors selection{topk, query_start, resident, host, hot_rows, slot_of};
+    Backend::launch(Backend::fetch,
+                    make_fetch_params(tensors, selection, part, row_bytes, block_size, block_stride_bytes, skip_io),
+                    pool);
+  }
+
   static void write_pages(const Tensor& pool, const Tensor& host, const Tensor& page_blocks, const Tensor& host_blocks,
                           const Tensor& layer_offset, const Tensor& layer_part, const Tensor& host_offset,
                           const Tensor& host_row_stride, int64_t row_bytes, int64_t block_size,
@@ -73,6 +87,7 @@ struct Ops {
   static void register_in(torch::stable::detail::StableLibrary& library) {
     library.impl("resolve", TORCH_BOX(&Ops::resolve));
     library.impl("fetch", TORCH_BOX(&Ops::fetch));
+    library.impl("fetch_selected", TORCH_BOX(&Ops::fetch_selected));
     library.impl("write_pages", TORCH_BOX(&Ops::write_pages));
     library.impl("read_pages", TORCH_BOX(&Ops::read_pages));
     library.impl("gather_pages", TORCH_BOX(&Ops::gather_pages));

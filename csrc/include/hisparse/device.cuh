@@ -36,6 +36,24 @@ __device__ __forceinline__ uint4 load_once(const void* address) {
 // Keeps a value in its register: without it the compiler may compute it again where it is used.
 __device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
+// A load past the SM's own cache, for what another kernel may be writing meanwhile: a second look shows more than the
+// first.
+template <typename T>
+__device__ __forceinline__ T load_current(const T* address) {
+  return __ldcg(address);
+}
+
+// Brings the line of data that no kernel is writing into the SM's own cache.
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
+}
+
+// A barrier of kThreads threads of the CTA. kBarrier: not 0, which is that of __syncthreads.
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void partial_barrier() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
 __device__ __forceinline__ unsigned lanes_below(int lane) { return (1u << lane) - 1u; }
 
 // Exclusive prefix over the warp of a value in [0, kMax], and the warp's total. One ballot a bit instead of a shuffle

@@ -41,6 +41,39 @@ inline FetchParams make_fetch_params(const FetchTensors& tensors, int64_t row_by
   return params;
 }
 
+struct SelectionTensors {
+  const Tensor &topk, &query_start, &resident, &host, &hot_rows, &slot_of;
+};
+
+inline FetchParams make_fetch_params(const FetchTensors& tensors, const SelectionTensors& selection, int64_t part,
+                                     int64_t row_bytes, int64_t block_size, int64_t block_stride_bytes, bool skip_io) {
+  FetchParams params = make_fetch_params(tensors, row_bytes, block_size, block_stride_bytes, skip_io);
+  const Place on(tensors.pool);
+  params.topk = on.data<int32_t>(selection.topk, 2, "topk");
+  params.query_start = on.data<int32_t>(selection.query_start, 1, "query_start");
+  params.resident = on.data<int32_t>(selection.resident, 3, "resident");
+  params.host = on.data<int32_t>(selection.host, 2, "host");
+  params.hot_rows = on.data<int32_t>(selection.hot_rows, 1, "hot_rows");
+  params.slot_of = on.data<int16_t>(selection.slot_of, 2, "slot_of");
+  need(selection.query_start.size(0) >= 1, "query_start [R + 1]");
+  params.num_selected_rows = extent(selection.query_start, 0, "R") - 1;
+  params.top_k = extent(selection.topk, 1, "K");
+  params.max_requests = extent(selection.resident, 1, "max_requests");
+  params.max_pages = extent(selection.resident, 2, "max_pages");
+  params.max_positions = extent(selection.slot_of, 1, "max_positions");
+  STD_TORCH_CHECK(part >= 0 && part < selection.resident.size(0), "part: got ", part, "; need a part of resident");
+  params.part = static_cast<int32_t>(part);
+  need(params.num_selected_rows <= params.num_batch_rows, "plan_count for every batch row of query_start");
+  need(selection.host.size(0) == params.max_requests && selection.host.size(1) == params.max_pages,
+       "host [max_requests, max_pages] as in resident");
+  need(tensors.hot_region.size(0) == params.max_requests, "hot_region [max_requests] as in resident");
+  need(selection.hot_rows.size(0) == params.num_regions && selection.slot_of.size(0) == params.num_regions,
+       "hot_rows and slot_of [num_regions, ...] as in hot");
+  need(int64_t{params.max_pages} * params.block_size <= params.max_positions,
+       "max_positions >= max_pages * block_size");
+  return params;
+}
+
 struct PagesTensors {
   const Tensor &pool, &host, &page_blocks, &host_blocks;
   const Tensor &layer_offset, &layer_part, &host_offset, &host_row_stride;

@@ -74,6 +74,14 @@ struct FetchParams {
   const int32_t* hot_region;     // [max_requests]
   const int32_t* hot;            // [engine_parts, num_regions, max_hot_blocks]
 
+  // What the resolver was given, for reading before it has ended. topk null: not known.
+  const int32_t* topk;         // [T, K]
+  const int32_t* query_start;  // [num_selected_rows + 1]
+  const int32_t* resident;     // [engine_parts, max_requests, max_pages]
+  const int32_t* host;         // [max_requests, max_pages]
+  const int32_t* hot_rows;     // [num_regions]
+  const int16_t* slot_of;      // [num_regions, max_positions]
+
   int64_t block_stride_bytes;
   int32_t num_layers;
   int32_t num_batch_rows;  // R
@@ -82,6 +90,12 @@ struct FetchParams {
   int32_t max_hot_blocks;
   int32_t row_bytes;
   int32_t block_size;
+  int32_t num_selected_rows;  // batch rows of the selection, at most R
+  int32_t top_k;              // K
+  int32_t max_requests;
+  int32_t max_pages;
+  int32_t max_positions;
+  int32_t part;  // the first of the group's engine parts, whose resident pages count
   bool skip_io;  // plan only: moves nothing
 };
 
