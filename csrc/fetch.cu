@@ -20,7 +20,7 @@ FetchShape make_shape(const FetchParams& p) {
   shape.block = Divider::of(p.block_size);
   const int64_t positions = static_cast<int64_t>(p.max_pages) * p.block_size;
   const int least_chunks = std::max(divide_up(p.top_k, kMaxChunk), 1);
-  const bool possible = p.topk != nullptr && p.top_k > 0 && positions <= INT32_MAX;
+  const bool possible = p.topk != nullptr && p.top_k > 0 && p.plan_capacity > 0 && positions <= INT32_MAX;
   shape.num_positions = possible ? static_cast<int32_t>(positions) : 0;
   shape.early_rows = possible ? std::min({kFetchCtas / least_chunks, p.num_selected_rows, kMaxEarlyRows}) : 0;
   shape.num_chunks = shape.early_rows > 0 ? kFetchCtas / shape.early_rows : 1;

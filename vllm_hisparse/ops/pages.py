@@ -87,8 +87,8 @@ def fetch_selected(
     """`fetch` for the plan of the last `resolve`, given what that was given: the same bytes, sooner.
 
     A GPU reads rows of this selection while `resolve` still works; which of them to keep, and what else to
-    read, is what the plan says. `group_host` .. `hot` as in `fetch`; the others as `resolve` had them, and
-    none of them changed since, but `slot_of` by `resolve` itself:
+    read, is what the plan says. `group_host` .. `hot` as in `fetch`, the others as `resolve` had them. All
+    that is read here was final when `resolve` was called, except the plan and `slot_of`:
 
     topk           int32 [T, K], query_start int32 [batch rows + 1], at most R
     resident       int32 [engine parts, max_requests, max_pages], host int32 [max_requests, max_pages]

@@ -10,7 +10,8 @@ namespace hisparse::cuda {
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Waits until the kernels this launch depends on have completed and their writes are visible. Every kernel of this
-// library calls it before its first read, so that a chain of dependent launches stays ordered transitively.
+// library calls it, and before it lets go its own dependents, so that a chain of dependent launches stays ordered
+// transitively; before its first read, but for fetch.cuh, which reads what the kernel right before it only reads.
 __device__ __forceinline__ void wait_for_dependencies() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -41,11 +42,6 @@ __device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(v
 template <typename T>
 __device__ __forceinline__ T load_current(const T* address) {
   return __ldcg(address);
-}
-
-// Brings the line of data that no kernel is writing into the SM's own cache.
-__device__ __forceinline__ void prefetch(const void* address) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
 }
 
 // A barrier of kThreads threads of the CTA. kBarrier: not 0, which is that of __syncthreads.

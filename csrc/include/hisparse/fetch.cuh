@@ -10,8 +10,7 @@
 // slot. So nothing needs the two kernels to overlap.
 #pragma once
 
-#include "hisparse/device.cuh"
-#include "hisparse/params.h"
+#include "hisparse/row.cuh"
 
 namespace hisparse::cuda {
 
@@ -31,57 +30,11 @@ struct FetchShape {
   int32_t chunk;          // entries of the selection each, at most kMaxChunk
 };
 
-// A warp's share of a row, kPieces times 16 bytes a lane from piece `begin` on.
-template <int kPieces>
-struct RowPart {
-  uint4 data[kPieces];
-
-  __device__ __forceinline__ void load(const uint8_t* host_row, int begin, int pieces, int lane) {
-#pragma unroll
-    for (int c = 0; c < kPieces; ++c) {
-      const int piece = begin + 32 * c + lane;
-      if (piece < pieces) data[c] = load_once(host_row + piece * 16);
-    }
-  }
-
-  __device__ __forceinline__ void store(const FetchParams& p, const Divider& block_size, int region, int slot,
-                                        int begin, int pieces, int lane) const {
-    const int row_pieces = p.row_bytes / 16;
-    const int slot_block = block_size.quotient(slot);
-    const int64_t in_block = static_cast<int64_t>(slot - slot_block * block_size.divisor) * p.row_bytes;
-    uint8_t* target[kPieces];
-#pragma unroll
-    for (int c = 0; c < kPieces; ++c) {
-      const int piece = min(begin + 32 * c + lane, pieces - 1);
-      const int layer = piece / row_pieces;
-      const int64_t table = static_cast<int64_t>(p.layer_part[layer]) * p.num_regions + region;
-      const int64_t block = p.hot[table * p.max_hot_blocks + slot_block];
-      target[c] =
-          p.pool + block * p.block_stride_bytes + p.layer_offset[layer] + in_block + (piece - layer * row_pieces) * 16;
-    }
-#pragma unroll
-    for (int c = 0; c < kPieces; ++c)
-      if (begin + 32 * c + lane < pieces) *reinterpret_cast<uint4*>(target[c]) = data[c];
-  }
-};
-
-// A warp moves one row. Where it goes is looked up while it is on its way.
-template <int kPieces>
-__device__ __forceinline__ void move_row(const FetchParams& p, const Divider& block_size, const uint8_t* host_row,
-                                         int region, int slot, int pieces, int lane) {
-#pragma unroll 1
-  for (int begin = 0; begin < pieces; begin += 32 * kPieces) {
-    RowPart<kPieces> part;
-    part.load(host_row, begin, pieces, lane);
-    part.store(p, block_size, region, slot, begin, pieces, lane);
-  }
-}
-
-// A row to be read: of the chunk's selection, and where it goes.
+// Rows of the chunk's selection, and where they go.
 struct Chunk {
-  int2 early[kMaxChunk];               // asked for early: position, host row
+  int2 early[kPlanThreads];            // asked for early: position, host row
   int2 others[kMaxChunk];              // wanted but not asked for: position, host row
-  int early_slot[kMaxChunk];           // of `early`; -1: the plan does not have it
+  int early_slot[kPlanThreads];        // of `early`; -1: the plan does not have it
   int2 late[kMaxChunk];                // planned but not asked for: host row, slot
   uint32_t is_loaded[kMaxSlots / 32];  // bit s: the plan has slot s
   int num_predicted, num_others, num_late;
@@ -120,29 +73,48 @@ __device__ __forceinline__ void look_up(const FetchParams& p, const FetchShape& 
     chunk.others[other] = make_int2(position, host_row);
 }
 
+// Where a plan thread looks when the plan is there: what of `slot_of` belongs to its entries of the chunk; null: none.
+struct PlanEntries {
+  const int16_t* early;
+  const int16_t* other[kMaxChunk / kPlanThreads];
+};
+
+// By the plan threads, before the resolver has ended: whatever needs no plan.
+__device__ __forceinline__ PlanEntries prepare_plans(const FetchParams& p, Chunk& chunk, int region, int num_early,
+                                                     int thread) {
+  const int num_others = region >= 0 ? chunk.num_others : 0;
+  const int16_t* slot_of = p.slot_of + static_cast<int64_t>(region) * p.max_positions;
+  PlanEntries entries;
+  entries.early = thread < num_early ? slot_of + chunk.early[thread].x : nullptr;
+#pragma unroll
+  for (int i = 0; i < kMaxChunk / kPlanThreads; ++i) {
+    const int other = thread + i * kPlanThreads;
+    entries.other[i] = other < num_others ? slot_of + chunk.others[other].x : nullptr;
+  }
+  chunk.early_slot[thread] = -1;
+  return entries;
+}
+
 // By the plan threads, after the resolver has ended: the running sum of the plans, without those of the batch rows in
 // `is_early`, and what of the chunk the plan of its batch row has. A position that the plan has loaded is where
 // `slot_of` says, and the plan has that slot; any other slot is a hit's.
-__device__ __forceinline__ void read_plans(const FetchParams& p, Chunk& chunk, int batch_row, int region, int capacity,
-                                           uint32_t is_early, int32_t* plan_end, int* warp_total, int thread) {
+__device__ __forceinline__ void read_plans(const FetchParams& p, Chunk& chunk, const PlanEntries& entries,
+                                           int batch_row, int region, uint32_t is_early, int32_t* plan_end,
+                                           int* warp_total, int thread) {
   const int lane = thread & 31, warp = thread >> 5;
 
   // -- ask for the chunk's part: all at once, the plan's first slots before their number is known --
-  constexpr int kOthers = kMaxChunk / kPlanThreads;
+  constexpr int kOthers = kMaxChunk / kPlanThreads, kGuessed = 4;
   const int32_t* slots = p.plan_slot + static_cast<int64_t>(batch_row) * p.plan_capacity;
-  int num_early = 0, num_loaded = 0, slot = 0, early_slot = -1, other_slot[kOthers];
+  int num_loaded = 0, slot[kGuessed], early_slot = -1, other_slot[kOthers];
   if (region >= 0) {
-    const int16_t* slot_of = p.slot_of + static_cast<int64_t>(region) * p.max_positions;
-    const int num_others = chunk.num_others;
-    num_early = min(chunk.num_predicted, capacity);
-    slot = load_current(slots + min(thread, p.plan_capacity - 1));
     num_loaded = load_current(p.plan_count + batch_row);
-    if (thread < num_early) early_slot = load_current(slot_of + chunk.early[thread].x);
+    if (entries.early != nullptr) early_slot = load_current(entries.early);
 #pragma unroll
-    for (int i = 0; i < kOthers; ++i) {
-      const int other = thread + i * kPlanThreads;
-      other_slot[i] = other < num_others ? load_current(slot_of + chunk.others[other].x) : -1;
-    }
+    for (int i = 0; i < kGuessed; ++i)
+      slot[i] = load_current(slots + min(thread + i * kPlanThreads, p.plan_capacity - 1));
+#pragma unroll
+    for (int i = 0; i < kOthers; ++i) other_slot[i] = entries.other[i] != nullptr ? load_current(entries.other[i]) : -1;
   }
 
   // -- sum a run of batch rows a thread; collect the chunk's slots --
@@ -156,21 +128,23 @@ __device__ __forceinline__ void read_plans(const FetchParams& p, Chunk& chunk, i
   }
   const int own_end = inclusive_prefix(own, lane);
   if (lane == 31) warp_total[warp] = own_end;
-  if (thread < num_loaded) atomicOr(&chunk.is_loaded[slot >> 5], 1u << (slot & 31));
+  const auto collect = [&](int s) { atomicOr(&chunk.is_loaded[s >> 5], 1u << (s & 31)); };
+  if (num_loaded > 0) {
+#pragma unroll
+    for (int i = 0; i < kGuessed; ++i)
+      if (thread + i * kPlanThreads < num_loaded) collect(slot[i]);
 #pragma unroll 1
-  for (int i = thread + kPlanThreads; i < num_loaded; i += kPlanThreads) {
-    const int next = load_current(slots + i);
-    atomicOr(&chunk.is_loaded[next >> 5], 1u << (next & 31));
+    for (int i = thread + kGuessed * kPlanThreads; i < num_loaded; i += kPlanThreads) collect(load_current(slots + i));
   }
   partial_barrier<1, kPlanThreads>();
   const int before = own_end - own + __reduce_add_sync(kAllLanes, lane < warp ? warp_total[lane] : 0);
 #pragma unroll 1
   for (int row = first_row; row < last_row; ++row) plan_end[row] += before;
+  if (num_loaded == 0) return;
 
   // -- what goes where --
-  if (region < 0) return;
   const auto has = [&](int s) { return s >= 0 && (chunk.is_loaded[s >> 5] >> (s & 31) & 1u); };
-  if (thread < num_early) chunk.early_slot[thread] = has(early_slot) ? early_slot : -1;
+  if (has(early_slot)) chunk.early_slot[thread] = early_slot;
 #pragma unroll
   for (int i = 0; i < kOthers; ++i)
     if (has(other_slot[i]))
@@ -194,6 +168,7 @@ __global__ void __launch_bounds__(kFetchThreads, 1)
   extern __shared__ __align__(16) int32_t plan_end[];
   __shared__ int warp_total[kPlanWarps];
   __shared__ Chunk chunk;
+  __shared__ Piece place_of[kEarly > 0 ? 32 * kPieces : 1];  // of the pieces of the chunk's rows
   const int tid = threadIdx.x;
   const int lane = tid & 31;
   const int warp = tid >> 5;
@@ -232,50 +207,54 @@ __global__ void __launch_bounds__(kFetchThreads, 1)
     __syncthreads();
     if (region >= 0 && is_mover) look_up(p, shape, chunk, capacity, request, region, position, lane);
     __syncthreads();
+    if (region >= 0 && chunk.num_predicted + chunk.num_others == 0) region = -1;  // all resident: nothing is planned
   }
 
   // -- ask for what seems to miss; read the plan --
+  const int num_early = kEarly > 0 && region >= 0 ? min(chunk.num_predicted, capacity) : 0;
   RowPart<kPieces> early[kEarly > 0 ? kEarly : 1];
   if (is_mover) {
-    if (kEarly > 0 && region >= 0) {
-      const int num_early = min(chunk.num_predicted, capacity);
 #pragma unroll
-      for (int i = 0; i < kEarly; ++i) {
-        const int listed = warp + i * kFetchWarps;
-        if (listed < num_early) early[i].load(p.group_host + chunk.early[listed].y * host_row_bytes, 0, pieces, lane);
-      }
+    for (int i = 0; i < kEarly; ++i) {
+      const int listed = warp + i * kFetchWarps;
+      if (listed < num_early) early[i].load(p.group_host + chunk.early[listed].y * host_row_bytes, 0, pieces, lane);
     }
     wait_for_dependencies();
     release_dependents();
   } else {
-    if (region >= 0) {  // where the rows will go is looked up by all movers at once
-      for (int layer = warp - kFetchWarps; layer < p.num_layers; layer += kPlanWarps) {
-        const int64_t table = static_cast<int64_t>(p.layer_part[layer]) * p.num_regions + region;
-        for (int i = lane * 32; i < p.max_hot_blocks; i += 1024) prefetch(p.hot + table * p.max_hot_blocks + i);
-        prefetch(p.layer_offset + layer);
-      }
-    }
+    const int thread = tid - kFetchWarps * 32;
+    const PlanEntries entries = prepare_plans(p, chunk, region, num_early, thread);
+    if (kEarly > 0 && region >= 0)
+#pragma unroll 1
+      for (int i = thread; i < pieces; i += kPlanThreads) place_of[i] = find_piece(p, region, i);
     wait_for_dependencies();
     release_dependents();
-    const int thread = tid - kFetchWarps * 32;
-    read_plans(p, chunk, batch_row, region, capacity, is_early, plan_end, warp_total, thread);
+    read_plans(p, chunk, entries, batch_row, region, is_early, plan_end, warp_total, thread);
   }
   __syncthreads();
   if (!is_mover) return;
 
   // -- the chunk's rows --
-  if (kEarly > 0 && region >= 0) {
-    const int num_early = min(chunk.num_predicted, capacity), num_late = chunk.num_late;
+  if constexpr (kEarly > 0) {
+    if (region >= 0) {
+      if (warp < num_early) {  // where they go is looked up for all of them at once, without branches
+        const auto find = [&](int piece) { return place_of[piece]; };
+        int slot[kEarly];
 #pragma unroll
-    for (int i = 0; i < kEarly; ++i) {
-      const int listed = warp + i * kFetchWarps;
-      const int slot = listed < num_early ? chunk.early_slot[listed] : -1;
-      if (slot >= 0) early[i].store(p, shape.block, region, slot, 0, pieces, lane);
-    }
+        for (int i = 0; i < kEarly; ++i) {
+          const int listed = warp + i * kFetchWarps;
+          slot[i] = listed < num_early ? chunk.early_slot[listed] : -1;
+          early[i].look_up(p, shape.block, find, max(slot[i], 0), 0, pieces, lane);
+        }
+#pragma unroll
+        for (int i = 0; i < kEarly; ++i)
+          if (slot[i] >= 0) early[i].store(p, shape.block, find, slot[i], 0, pieces, lane);
+      }
 #pragma unroll 1
-    for (int i = warp; i < num_late; i += kFetchWarps) {
-      const int2 row = chunk.late[i];
-      move_row<kPieces>(p, shape.block, p.group_host + row.x * host_row_bytes, region, row.y, pieces, lane);
+      for (int i = warp; i < chunk.num_late; i += kFetchWarps) {
+        const int2 row = chunk.late[i];
+        move_row<kPieces>(p, shape.block, p.group_host + row.x * host_row_bytes, region, row.y, pieces, lane);
+      }
     }
   }
 
