@@ -38,6 +38,20 @@ def test_keys_outlive_pages_that_the_host_has(make_rig: Any, num_parts: int) -> 
     pool.free_blocks(taken)
 
 
+def test_keys_outlive_pages_that_end_behind_them(make_rig: Any) -> None:
+    """Requests end while most of the pool is empty, one's keys before the other's pages; then it fills up."""
+    rig = make_rig(num_device_blocks=201, low=0.0, high=0.99)
+    run_one(rig, "a", range(40))
+    run_one(rig, "b", range(100, 140))
+    pool = rig.coordinator.pool
+    free = pool.free_block_queue.get_all_free_blocks()
+    spare = [b for b in free if b.block_hash is None or b.block_id in pool._reuse_watchers]
+    assert len(spare) > 150 and len(free) - len(spare) >= 20
+    taken = pool.get_new_blocks(len(spare))
+    assert num_hit_tokens(rig, range(40)) == num_hit_tokens(rig, range(100, 140)) == 40
+    pool.free_blocks(taken)
+
+
 @pytest.mark.parametrize(("share", "gives_up"), [(0.0, False), (0.5, True)])
 def test_kept_keys_are_not_free(make_rig: Any, share: float, gives_up: bool) -> None:
     """Twelve blocks are free when b decodes: above low, but the keys of a are in them."""

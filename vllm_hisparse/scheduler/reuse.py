@@ -8,37 +8,52 @@ and, up to a share of the pool, does not count as free at the watermarks.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice, takewhile
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 __all__ = ["ReuseOrder"]
 
-RUN = 8  # empty blocks at the head of the queue; with more than that, order does not matter yet
-
 
 class ReuseOrder:
-    """The free queue of one device pool."""
+    """The free queue of one device pool.
+
+    Blocks that are released go to its end, as vLLM has it. They are brought forward when the empty blocks at
+    its head are about to run out, which is at most once in an allocation and costs no more than that does.
+    """
 
     def __init__(self, pool: BlockPool, kept_share: float) -> None:
         self._pool = pool
         self._max_kept = int(kept_share * pool.num_gpu_blocks)
         self._num_kept = 0  # when it was last counted
         self.is_stale = False  # ended requests have left something behind since then
+        self._released: dict[int, KVCacheBlock] = {}  # since they were last brought forward, in that order
+        self._take = pool.get_new_blocks
+        pool.get_new_blocks = self.take
 
     def release(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         """Give back leases on blocks whose page the host has or is about to have."""
         blocks = list(blocks)
         self._pool.unpin_blocks(blocks, on_reuse)
-        empty = []
-        for block in self._free():
-            if block.block_hash is not None or block.block_id in self._pool._reuse_watchers:
-                break
-            empty.append(block)
-            if len(empty) == RUN:
-                return
+        for block in blocks:
+            self._released.pop(block.block_id, None)
+            self._released[block.block_id] = block
+
+    def take(self, num_blocks: int) -> list[KVCacheBlock]:
+        """See `BlockPool.get_new_blocks`, in whose place vLLM calls it."""
+        if self._released:
+            empty = list(islice(takewhile(self._is_empty, self._free()), num_blocks))
+            if len(empty) < num_blocks:
+                self._bring_forward(empty)
+        return self._take(num_blocks)
+
+    def _bring_forward(self, empty: list[KVCacheBlock]) -> None:
+        """Put what was released behind the queue's `empty` blocks, the last first."""
+        released = [b for b in self._released.values() if b.ref_cnt == 0 and self._is_watched(b)]
+        self._released.clear()
         queue = self._pool.free_block_queue
-        moved = [*empty, *(block for block in blocks if block.ref_cnt == 0)]
+        moved = [*empty, *reversed(released)]
         for block in moved:
             queue.remove(block)
         queue.prepend_n(moved)
@@ -66,7 +81,14 @@ class ReuseOrder:
         return self._num_kept
 
     def _is_spare(self, block: KVCacheBlock) -> bool:
-        return block.block_hash is None or block.block_id in self._pool._reuse_watchers
+        return block.block_hash is None or self._is_watched(block)
+
+    def _is_empty(self, block: KVCacheBlock) -> bool:
+        return block.block_hash is None and not self._is_watched(block)
+
+    def _is_watched(self, block: KVCacheBlock) -> bool:
+        """Whether the host has its page, too, and nobody has used the block for something else."""
+        return block.block_id in self._pool._reuse_watchers
 
     def _free(self) -> Iterator[KVCacheBlock]:
         """Free blocks, next to be handed out first."""
