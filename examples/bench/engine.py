@@ -1,6 +1,6 @@
 """Real engines on one GPU, the same model, prompts and KV memory: vLLM, vLLM with its OffloadingConnector,
-vLLM's
-in-tree HiSparse, ours, and ours without the reads (`skip_io`: wrong outputs, the time that reads add).
+vLLM's in-tree HiSparse, ours, ours with indexer keys offloaded by an OffloadingConnector beside it
+(`ours_keys`), and ours without the reads (`skip_io`: wrong outputs, the time that reads add).
 
     resident   everything fits: what HiSparse costs where it is not needed
     pressure   the KV of a few requests fits
@@ -8,7 +8,8 @@ in-tree HiSparse, ours, and ours without the reads (`skip_io`: wrong outputs, th
     long       one context ten times the pool
 
 The first round of the prompts fills the caches; figures are medians of the rounds behind it. A round longer
-than `--limit-s` is cut off, its figures are of what it did until then, and `finished` is false.
+than `--limit-s` is cut off, its figures are of what it did until then, and `finished` is false. With
+`--at-once`, engines of a scenario take turns, round by round.
 
 Models have eight layers of real sizes and random weights: "separate" runs an indexer in every layer, "shared"
 one for four.
@@ -40,7 +41,7 @@ PRESSURE = {
 }
 SCENARIOS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "resident": (("plain", "ours", "in_tree"), RESIDENT),
-    "pressure": (("offload", "ours", "in_tree"), PRESSURE),
+    "pressure": (("offload", "ours", "ours_keys", "in_tree"), PRESSURE),
     "replayed": (("ours_skip_io", "ours"), PRESSURE | {"churn": 0.134, "num_tokens": 512, "host_gib": 8.0}),
     "long": (
         ("ours",),
@@ -59,7 +60,13 @@ MEASURED = (
     "seconds",
 )  # fmt: skip
 COLUMNS = ("model", "scenario", "impl", "batch", "context", *MEASURED[:-1], "finished", "start_s")
-COLORS = {"ours": "#0b6e4f", "in_tree": "#c8553d", "plain": "#888888", "offload": "#888888"}
+COLORS = {
+    "ours": "#0b6e4f",
+    "ours_keys": "#4fa382",
+    "in_tree": "#c8553d",
+    "plain": "#888888",
+    "offload": "#888888",
+}
 
 
 def runs(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Run]]:
@@ -140,7 +147,8 @@ def main() -> None:
         make_model(replace(planned[0][1], model=model))
     rows = []
     print(" ".join(f"{name:>13}" for name in COLUMNS))
-    results = run_in_turn([run for _, run in planned], args.at_once, args.timeout_s)
+    keyed = [((scenario, run.model), run) for scenario, run in planned]
+    results = run_in_turn(keyed, args.at_once, args.timeout_s)
     for (scenario, run), result in zip(planned, results, strict=True):
         row = row_of(scenario, run, result)
         rows.append(row)

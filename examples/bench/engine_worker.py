@@ -11,7 +11,9 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ class Run:
 
     out: str  # result file
     models: str  # folder of models
-    impl: str = "ours"  # plain, offload, in_tree, ours, ours_skip_io
+    impl: str = "ours"  # plain, offload, in_tree, ours, ours_keys, ours_skip_io
     model: str = "separate"
     kv_gib: float = 4.0
     host_gib: float = 8.0
@@ -39,7 +41,7 @@ class Run:
     first_tokens: int = 0  # in the first of several rounds, which fills the caches; 0: num_tokens
     rounds: int = 1
     limit_s: float = 0  # of a round, which is then cut off; 0: none
-    in_turn: bool = False  # start, then wait until the parent wants the rounds: see `processes.run_in_turn`
+    in_turn: bool = False  # start, then wait until the parent wants a round: see `processes.run_in_turn`
     max_model_len: int = 0  # 0: what is needed
     max_batched_tokens: int = 8192
     max_num_seqs: int = 16
@@ -110,19 +112,28 @@ def engine_options(run: Run) -> dict[str, Any]:
     if run.impl in ("plain", "offload"):
         # HiSparse computes prefills with the sparse kernels; so does what it is compared with.
         options["attention_config"] = {"sparse_mla_force_mqa": True}
-    connector = {"offload": "OffloadingConnector"}.get(run.impl, "HiSparseConnector")
     if run.impl != "plain":
-        options["kv_transfer_config"] = {
-            "kv_connector": connector,
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": connector_options(run),
-        }
+        options["kv_transfer_config"] = connector(run)
     return options
+
+
+def connector(run: Run) -> dict[str, Any]:
+    """vLLM's kv_transfer_config."""
+    if run.impl == "ours_keys":  # of the host's memory, a fifth for keys
+        ours = replace(run, impl="ours", host_gib=run.host_gib * 0.8)
+        keys = replace(run, impl="offload", host_gib=run.host_gib * 0.2)
+        return _connector("MultiConnector", {"connectors": [connector(ours), connector(keys)]})
+    name = "OffloadingConnector" if run.impl == "offload" else "HiSparseConnector"
+    return _connector(name, connector_options(run))
+
+
+def _connector(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": options}
 
 
 def connector_options(run: Run) -> dict[str, Any]:
     if run.impl == "offload":
-        return {"cpu_bytes_to_use": int(run.host_gib * 2**30)}
+        return {"cpu_bytes_to_use": int(run.host_gib * 2**30), "offload_prompt_only": False}
     if run.impl == "in_tree":
         return {"host_pool_gib": run.host_gib}
     chosen = {"max_indexer_pages": run.indexer_pages} if run.indexer_pages else {}
@@ -243,11 +254,30 @@ def _logprobs(steps: Any) -> list[list[list[float]]]:
     return [[[t, p.logprob] for t, p in sorted(step.items())] for step in steps]
 
 
-def wait_for_turn(out: Path) -> None:
-    """Say that the engine has started, and wait until the parent wants its rounds."""
-    out.with_suffix(".started").touch()
-    while not out.with_suffix(".turn").exists():
+def leaf(group: Any) -> Any:
+    """Our connector, which may be the first below a MultiConnector."""
+    return getattr(group, "_connectors", [group])[0]
+
+
+def mark(run: Run, what: str, number: int = 0) -> Path:
+    """A file by which an engine and its parent tell each other `what`: started, turn, done."""
+    return Path(run.out).with_suffix(f".{what}-{number}")
+
+
+def turns(run: Run) -> Iterator[AbstractContextManager[None]]:
+    """A block for each round; one that takes turns enters it when the parent wants that round."""
+    if run.in_turn:
+        mark(run, "started").touch()
+    for number in range(run.rounds):
+        yield turn(run, number) if run.in_turn else nullcontext()
+
+
+@contextmanager
+def turn(run: Run, number: int) -> Iterator[None]:
+    while not mark(run, "turn", number).exists():
         time.sleep(0.05)
+    yield
+    mark(run, "done", number).touch()
 
 
 def main() -> None:
@@ -272,7 +302,7 @@ def main() -> None:
     if run.impl.startswith("ours"):
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        worker = get_kv_transfer_group().worker
+        worker = leaf(get_kv_transfer_group()).worker
 
     def counters() -> dict[str, int]:
         values = {
@@ -283,15 +313,14 @@ def main() -> None:
     warm = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
     llm.generate([{"prompt_token_ids": list(range(100, 400))}], warm, use_tqdm=False)
     result: dict[str, Any] = {"start_s": round(start_s, 1)}
-    if run.in_turn:
-        wait_for_turn(Path(run.out))
     result["rounds"] = rounds = []
-    for i in range(run.rounds):
-        rounds.append(measure(llm, run, schedule, counters, 0 if i else run.first_tokens))
+    for i, turn in enumerate(turns(run)):
+        with turn:
+            rounds.append(measure(llm, run, schedule, counters, 0 if i else run.first_tokens))
         if not rounds[-1]["finished"]:
             break
     if worker and rounds[-1]["finished"]:
-        coordinator = core.scheduler.connector.coordinator
+        coordinator = leaf(core.scheduler.connector).coordinator
         for _ in range(4):
             llm.llm_engine.step()
         coordinator.check_integrity()

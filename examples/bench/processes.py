@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from engine_worker import Run
+from engine_worker import Run, mark
 
 from vllm_hisparse.cli.signals import Stopped, note_signals
 
@@ -109,28 +110,42 @@ def run_engines(runs: Sequence[Run], at_once: int, timeout_s: float) -> list[dic
         return [engine.result() for engine in engines]
 
 
-def run_in_turn(runs: Sequence[Run], at_once: int, timeout_s: float) -> Iterator[dict[str, Any]]:
+def run_in_turn(
+    runs: Sequence[tuple[Hashable, Run]], at_once: int, timeout_s: float
+) -> Iterator[dict[str, Any]]:
     """Results in the order of `runs`; a failed one is {"error": text}. Raises Stopped, see `watched`.
 
-    Engines start side by side, `at_once` together, which takes most of the time, and do their rounds one
-    after another while the others wait and take nothing but memory. `start_s` then says little.
+    Engines start side by side, `at_once` together, which takes most of the time. Then they take turns, and
+    those that wait take nothing but memory: of neighbours with the same key, each does its first round, then
+    each its second, so that whatever else the machine does in the meantime falls on all of them. `start_s`
+    says little then.
     """
     for first in range(0, len(runs), at_once):
-        group = [replace(run, in_turn=True) for run in runs[first : first + at_once]]
-        marks = [(Path(run.out).with_suffix(".started"), Path(run.out).with_suffix(".turn")) for run in group]
-        for mark in [mark for pair in marks for mark in pair]:
-            mark.unlink(missing_ok=True)
         with watched() as (engines, wait):
-            for run in group:
+            chosen = []
+            for key, given in runs[first : first + at_once]:
+                run = replace(given, in_turn=True)
+                for path in Path(run.out).parent.glob(f"{Path(run.out).stem}.*-[0-9]*"):
+                    path.unlink()  # of an earlier bench in the same folder
                 engines.append(Engine(run, timeout_s))
-            for engine, (started, _) in zip(engines, marks, strict=True):
-                while engine.is_running() and not started.exists():
+                chosen.append((key, run, engines[-1]))
+            for _, run, engine in chosen:
+                while engine.is_running() and not mark(run, "started").exists():
                     wait()
-            for engine, (_, turn) in zip(engines, marks, strict=True):
-                turn.touch()
-                while engine.is_running():
-                    wait()
-                yield engine.result()
+            for _, neighbours in groupby(chosen, key=lambda engine: engine[0]):
+                yield from _take_turns([(run, engine) for _, run, engine in neighbours], wait)
+
+
+def _take_turns(engines: Sequence[tuple[Run, Engine]], wait: Callable[[], None]) -> Iterator[dict[str, Any]]:
+    for number in range(max(run.rounds for run, _ in engines)):
+        for run, engine in engines:
+            mark(run, "turn", number).touch()
+            while engine.is_running() and not mark(run, "done", number).exists():
+                wait()
+    for _, engine in engines:
+        while engine.is_running():
+            wait()
+        yield engine.result()
 
 
 def run_script(main: Callable[[], None]) -> None:

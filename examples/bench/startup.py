@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from common import environment, write_json
-from engine_worker import Run, connector_options, make_model
+from engine_worker import Run, connector, make_model
 from processes import environment as variables
 from processes import run_script
 
@@ -46,9 +46,7 @@ def command(run: Run, model: Path, port: int) -> list[str]:
     words += ["--kv-cache-memory-bytes", str(int(run.kv_gib * GIB)), "--max-num-seqs", str(run.max_num_seqs)]
     words += ["--gpu-memory-utilization", "0.1"]
     if run.impl == "ours":
-        transfer = {"kv_connector": "HiSparseConnector", "kv_role": "kv_both"}
-        transfer["kv_connector_extra_config"] = connector_options(run)  # type: ignore[assignment]
-        words += ["--kv-transfer-config", json.dumps(transfer)]
+        words += ["--kv-transfer-config", json.dumps(connector(run))]
     else:  # the same kernels as ours, in `engine_worker` too
         words += ["--attention-config", json.dumps({"sparse_mla_force_mqa": True})]
     return words
