@@ -10,7 +10,8 @@ namespace {
 // 16 CTAs fill a PCIe Gen5 x16 link when there is much to move; with few rows, where latency rules, 32 are 1 us faster
 // (docs/kernel.md). They wait far more than they compute.
 constexpr int kFetchCtas = 32;
-constexpr int kMaxFetchRows = 6000;  // 24 KiB of shared memory, beside 20 KiB that every launch has
+// 24 KiB of shared memory, beside 20 KiB that every launch has. engine_checks.py tells users.
+constexpr int kMaxFetchRows = 6000;
 
 int divide_up(int number, int divisor) { return (number + divisor - 1) / divisor; }
 

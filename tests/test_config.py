@@ -251,6 +251,7 @@ def test_bad_engines(changes: dict[str, Any], message: str) -> None:
             2,
             "got prefill_context_parallel_size=2; need 1 because",
         ),
+        ("scheduler_config", "max_num_seqs", 6001, "got max_num_seqs=6001; need at most 6000 because"),
         (
             "compilation_config",
             "cudagraph_mode",

@@ -23,6 +23,8 @@ from .config import (
 
 __all__ = ["check_nixl", "validate_engine"]
 
+MAX_REQUESTS = 6000  # csrc/fetch.cu
+
 # They move a request's blocks of every KV group; the host group has one only of pages written there.
 BLOCK_MOVERS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector")
 
@@ -113,6 +115,12 @@ def _check_engine(vllm_config: Any, cudagraph_mode: str | None) -> None:
                 need="1",
                 because="every rank holds every layer and every position",
             )
+    if scheduler.max_num_seqs > MAX_REQUESTS:
+        raise user_error(
+            got=f"max_num_seqs={scheduler.max_num_seqs}",
+            need=f"at most {MAX_REQUESTS}",
+            because="the fetch kernel sums up a step's reads, request by request, in shared memory",
+        )
     if cudagraph_mode == "FULL":
         raise user_error(
             got="cudagraph_mode=FULL",
