@@ -82,8 +82,18 @@ def runs(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Run]]:
                 yield scenario, replace(run, limit_s=args.limit_s, **options)
 
 
-def row_of(scenario: str, run: Run, result: dict[str, Any]) -> dict[str, Any]:
-    """Medians of the rounds behind the first, or of the only one."""
+def _num_identical(result: dict[str, Any], reference: dict[str, Any]) -> int | None:
+    """Requests of the last round whose tokens are the reference's. vLLM's top-k kernels leave some to chance:
+    `identity.py` compares without it.
+    """
+    tokens = [r["rounds"][-1]["tokens"] if "rounds" in r else [] for r in (result, reference)]
+    return sum(a == b for a, b in zip(*tokens, strict=True)) if tokens[0] and tokens[1] else None
+
+
+def row_of(scenario: str, run: Run, result: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+    """Medians of the rounds behind the first, or of the only one; `reference`: of the scenario's first
+    engine.
+    """
     if "error" in result:
         return {"impl": run.impl, "model": run.model, "scenario": scenario, "error": result["error"]}
     rounds = result["rounds"][1:] or result["rounds"]
@@ -96,6 +106,7 @@ def row_of(scenario: str, run: Run, result: dict[str, Any]) -> dict[str, Any]:
         "context": run.context,
         "kv_gib": run.kv_gib,
         **{key: median(values) if values else None for key, values in figures.items()},
+        "identical": _num_identical(result, reference),
         "finished": all(r["finished"] for r in result["rounds"]),
         "num_rounds": len(rounds),
         "start_s": result["start_s"],
@@ -149,8 +160,9 @@ def main() -> None:
     print(" ".join(f"{name:>13}" for name in COLUMNS))
     keyed = [((scenario, run.model), run) for scenario, run in planned]
     results = run_in_turn(keyed, args.at_once, args.timeout_s)
+    references: dict[tuple[str, str], dict[str, Any]] = {}
     for (scenario, run), result in zip(planned, results, strict=True):
-        row = row_of(scenario, run, result)
+        row = row_of(scenario, run, result, references.setdefault((scenario, run.model), result))
         rows.append(row)
         print(row.get("error", " ".join(f"{row.get(name)!s:>13}" for name in COLUMNS)), flush=True)
         if args.out:  # after each: a later one may be stopped

@@ -242,12 +242,17 @@ def measure(llm: Any, run: Run, schedule: Schedule, counters: Any, num_tokens: i
         "mean_step_ms": round(sum(full) / len(full) * 1e3, 3) if full else None,
         "preemptions": after["preemptions"] - before["preemptions"],
         "hit_rate": round((after["hits"] - before["hits"]) / looked_up, 4) if looked_up else None,
-        "schedule": hashlib.sha256(repr([t for _, t in steps if t]).encode()).hexdigest()[:16],
+        "schedule": _digest([t for _, t in steps if t]),
         "outputs": [
             [list(r.outputs[0].token_ids), _logprobs(r.outputs[0].logprobs)] for r in results
         ] if run.exact else None,
+        "tokens": [_digest(list(r.outputs[0].token_ids)) for r in results],
         "distinct": len({t for r in results for t in r.outputs[0].token_ids}),
     }  # fmt: skip
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 def _logprobs(steps: Any) -> list[list[list[float]]]:
