@@ -110,8 +110,8 @@ struct PageTables {
 // Rows of the residents and hits of another part than the first; -1 for all else.
 template <int E, bool kVector>
 __device__ __forceinline__ void store_part(const ResolveParams& p, const ResolveShape& shape, int part, int request,
-                                        int region, int64_t first_entry, int count, uint32_t is_resident,
-                                        uint32_t is_hit, const int32_t (&position)[E], const int32_t (&slot)[E]) {
+                                           int region, int64_t first_entry, int count, uint32_t is_resident,
+                                           uint32_t is_hit, const int32_t (&position)[E], const int32_t (&slot)[E]) {
   const int32_t* page_block = resident_blocks(p, part, request);
   const int32_t* slot_block = hot_blocks(p, part, max(region, 0));
   int32_t row[E];

@@ -327,8 +327,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int own_slots = min(max(num_slots - first_slot, 0), S);
     const uint32_t candidates = ~slot_hit & static_cast<uint32_t>((uint64_t{1} << own_slots) - 1);
 #pragma unroll
-    for (int i = 0; i < S; ++i)
-      distance[i] = candidates >> i & 1u ? rank_distance(distance[i], lowest) : kNoCandidate;
+    for (int i = 0; i < S; ++i) distance[i] = candidates >> i & 1u ? rank_distance(distance[i], lowest) : kNoCandidate;
     const uint32_t width = rank_distance(limit, lowest);
     if (num_listed > 0 && !is_single) clear_table<kThreads>(misses);
     if (num_listed > 0) count_digit<S>(distance, Digit::of(0, width), bins);

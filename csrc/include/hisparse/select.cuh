@@ -29,8 +29,8 @@ struct Digit {
   }
 };
 
-// Adds this thread's candidates inside the range to the shared histogram, all others to bins[kBins], which nobody reads:
-// equal bins of a warp are one addition, and a condition would cost a branch each.
+// Adds this thread's candidates inside the range to the shared histogram, all others to bins[kBins], which nobody
+// reads: equal bins of a warp are one addition, and a condition would cost a branch each.
 template <int S>
 __device__ __forceinline__ void count_digit(const uint32_t (&distance)[S], const Digit& digit, int* bins) {
 #pragma unroll
