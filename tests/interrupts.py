@@ -20,12 +20,21 @@ MARK = "STARTED_BY_TEST"
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """In here SIGINT is not ignored, which a background job of a script does and programs inherit."""
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """In here no signal is ignored, as SIGINT is in a background job of a script and SIGHUP under nohup.
+
+    Programs that are started inherit that.
+    """
+    defaults = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    handlers = {number: signal.signal(number, handler) for number, handler in defaults.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 class Program:
