@@ -120,12 +120,13 @@ class PageLeases:
             record.pages.advance(page, Event.DEDUPLICATE)
             self.counters.deduplicated += 1
             return True
-        if self._host_pool.get_num_free_blocks() == 0 or any(b.block_id in self._copying for b in blocks):
+        block_ids = [b.block_id for b in blocks]
+        if self._host_pool.get_num_free_blocks() == 0 or not self._copying.keys().isdisjoint(block_ids):
             return False
         host = self.take_host_block(record, page)
         record.pages.advance(page, Event.SPILL)
         transfer.spills.append(PageCopy(record, page, blocks, host))
-        self._copying.update((b.block_id, transfer.transfer_id) for b in blocks)
+        self._copying.update(dict.fromkeys(block_ids, transfer.transfer_id))
         self.counters.spilled += 1
         return True
 

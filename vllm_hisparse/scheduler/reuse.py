@@ -7,7 +7,7 @@ that the host has go right after empty blocks. What ended requests have left on 
 and, up to a share of the pool, does not count as free at the watermarks.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, takewhile
 
 from vllm.v1.core.block_pool import BlockPool
@@ -32,9 +32,8 @@ class ReuseOrder:
         self._take = pool.get_new_blocks
         pool.get_new_blocks = self.take
 
-    def release(self, blocks: Iterable[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
+    def release(self, blocks: Sequence[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         """Give back leases on blocks whose page the host has or is about to have."""
-        blocks = list(blocks)
         self._pool.unpin_blocks(blocks, on_reuse)
         for block in blocks:
             self._released.pop(block.block_id, None)
