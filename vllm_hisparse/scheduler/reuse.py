@@ -19,8 +19,9 @@ __all__ = ["ReuseOrder"]
 class ReuseOrder:
     """The free queue of one device pool.
 
-    Blocks that are released go to its end, as vLLM has it. They are brought forward when the empty blocks at
-    its head are about to run out, which is at most once in an allocation and costs no more than that does.
+    Blocks that are released go to its end, as vLLM has it, and are brought forward when the empty blocks at
+    its head are about to run out. An allocation looks at no more blocks for that than it takes, and a block
+    is moved once for each time that it is released.
     """
 
     def __init__(self, pool: BlockPool, kept_share: float) -> None:
