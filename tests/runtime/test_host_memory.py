@@ -51,8 +51,12 @@ def test_one_rank_has_memory_of_its_own() -> None:
     try:
         at = f"{memory.tensor.data_ptr():x}-"
         _, _, entry = Path("/proc/self/smaps").read_text().partition(f"\n{at}")
+        if "VmFlags:" not in entry:
+            pytest.skip("this kernel does not show flags of mappings")
         flags = entry.split("VmFlags:")[1].splitlines()[0].split()
-        assert {"dc", "hg"} <= set(flags) and "sh" not in flags
+        assert "dc" in flags and "sh" not in flags
+        if Path("/sys/kernel/mm/transparent_hugepage").exists():
+            assert "hg" in flags
     finally:
         release_host_memory()
 

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -76,7 +77,7 @@ class HostMemory:
             shared = map_private(num_bytes)
         else:
             shared = map_shared(group, size, lambda: _check_available(num_bytes))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # of a kernel built without huge pages
             shared.map.madvise(mmap.MADV_HUGEPAGE)
         self._all = torch.frombuffer(shared.map, dtype=torch.uint8)
         self.tensor = self._all[:num_bytes]
