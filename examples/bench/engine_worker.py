@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 NUM_LOGPROBS = 4
+# HiSparse computes prefills with the sparse kernels; so does what it is compared with.
+SPARSE_PREFILLS = {"sparse_mla_force_mqa": True}  # of vLLM's attention_config
 PATTERNS = {
     "separate": "FFFFFFFF",
     "shared": "FSSSFSSS",
@@ -110,8 +112,7 @@ def engine_options(run: Run) -> dict[str, Any]:
             "prompt_lookup_min": 1,
         }
     if run.impl in ("plain", "offload"):
-        # HiSparse computes prefills with the sparse kernels; so does what it is compared with.
-        options["attention_config"] = {"sparse_mla_force_mqa": True}
+        options["attention_config"] = SPARSE_PREFILLS
     if run.impl != "plain":
         options["kv_transfer_config"] = connector(run)
     return options

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from common import environment, write_json
-from engine_worker import Run, connector, make_model
+from engine_worker import SPARSE_PREFILLS, Run, connector, make_model
 from processes import environment as variables
 from processes import run_script
 
@@ -47,8 +47,8 @@ def command(run: Run, model: Path, port: int) -> list[str]:
     words += ["--gpu-memory-utilization", "0.1"]
     if run.impl == "ours":
         words += ["--kv-transfer-config", json.dumps(connector(run))]
-    else:  # the same kernels as ours, in `engine_worker` too
-        words += ["--attention-config", json.dumps({"sparse_mla_force_mqa": True})]
+    else:
+        words += ["--attention-config", json.dumps(SPARSE_PREFILLS)]
     return words
 
 
