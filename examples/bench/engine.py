@@ -29,7 +29,7 @@ from common import environment, write_json
 from engine_worker import Run, make_model
 from processes import run_in_turn, run_script
 
-RESIDENT = {"kv_gib": 4.0, "requests": 16, "context": 16384, "num_tokens": 512, "host_gib": 8.0, "rounds": 4}
+RESIDENT = {"kv_gib": 4.0, "requests": 16, "context": 16384, "num_tokens": 512, "host_gib": 8.0, "rounds": 6}
 PRESSURE = {
     "kv_gib": 0.8,
     "requests": 16,
@@ -56,8 +56,8 @@ SCENARIOS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
 }
 MEASURED = (
-    "tokens_per_s", "tpot_ms", "mean_step_ms", "decode_batch", "decode_steps", "preemptions", "hit_rate",
-    "seconds",
+    "tokens_per_s", "tpot_ms", "mean_step_ms", "cpu_ms", "waits", "decode_batch", "decode_steps",
+    "preemptions", "hit_rate", "seconds",
 )  # fmt: skip
 COLUMNS = ("model", "scenario", "impl", "batch", "context", *MEASURED[:-1], "finished", "start_s")
 COLORS = {

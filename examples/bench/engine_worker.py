@@ -9,12 +9,14 @@ import hashlib
 import itertools
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 NUM_LOGPROBS = 4
@@ -64,11 +66,21 @@ class RoundCutOff(Exception):
     """A round has taken longer than its limit."""
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step as it was scheduled."""
+
+    at: float  # seconds of time.perf_counter
+    cpu: float  # seconds that the engine's thread has computed
+    waits: int  # times that it has given up its core
+    tokens: tuple[int, ...]  # of each request
+
+
 class Schedule:
     """When each step was scheduled and of what, seen at vLLM's scheduler."""
 
     def __init__(self, scheduler: Any) -> None:
-        self.steps: list[tuple[float, tuple[int, ...]]] = []  # (time, tokens of each request scheduled)
+        self.steps: list[Step] = []
         self.deadline = float("inf")  # of time.perf_counter
         schedule = scheduler.schedule
 
@@ -76,12 +88,14 @@ class Schedule:
             if time.perf_counter() > self.deadline:
                 raise RoundCutOff
             output = schedule(*args, **kwargs)
-            self.steps.append((time.perf_counter(), tuple(output.num_scheduled_tokens.values())))
+            tokens = tuple(output.num_scheduled_tokens.values())
+            waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+            self.steps.append(Step(time.perf_counter(), time.thread_time(), waits, tokens))
             return output
 
         scheduler.schedule = watched
 
-    def take(self) -> list[tuple[float, tuple[int, ...]]]:
+    def take(self) -> list[Step]:
         steps, self.steps = self.steps, []
         return steps
 
@@ -220,15 +234,16 @@ def measure(llm: Any, run: Run, schedule: Schedule, counters: Any, num_tokens: i
     seconds = time.perf_counter() - begin
     steps = schedule.take()
     num_produced = (
-        run.requests * num_tokens if results else sum(tokens.count(1) for _, tokens in steps)
+        run.requests * num_tokens if results else sum(step.tokens.count(1) for step in steps)
     )  # of a round cut off: decodes
     decoding = [
-        (b - a, len(tokens))
-        for (a, tokens), (b, _) in itertools.pairwise(steps)
-        if tokens and max(tokens) <= 1 + run.draft_tokens
+        (step, then)
+        for step, then in itertools.pairwise(steps)
+        if step.tokens and max(step.tokens) <= 1 + run.draft_tokens
     ]
-    busiest = max((n for _, n in decoding), default=0)
-    full = sorted(dt for dt, n in decoding if n == busiest)
+    busiest = max((len(step.tokens) for step, _ in decoding), default=0)
+    full = [(step, then) for step, then in decoding if len(step.tokens) == busiest]
+    took = [then.at - step.at for step, then in full]
     after = counters()
     looked_up = (
         after.get("hits", 0) + after.get("misses", 0) - before.get("hits", 0) - before.get("misses", 0)
@@ -239,11 +254,13 @@ def measure(llm: Any, run: Run, schedule: Schedule, counters: Any, num_tokens: i
         "tokens_per_s": round(num_produced / seconds, 1),
         "decode_batch": busiest,
         "decode_steps": len(full),
-        "tpot_ms": round(full[len(full) // 2] * 1e3, 3) if full else None,
-        "mean_step_ms": round(sum(full) / len(full) * 1e3, 3) if full else None,
+        "tpot_ms": round(median(took) * 1e3, 3) if took else None,
+        "mean_step_ms": round(fmean(took) * 1e3, 3) if took else None,
+        "cpu_ms": round(median(then.cpu - step.cpu for step, then in full) * 1e3, 3) if full else None,
+        "waits": round(fmean(then.waits - step.waits for step, then in full), 2) if full else None,
         "preemptions": after["preemptions"] - before["preemptions"],
         "hit_rate": round((after["hits"] - before["hits"]) / looked_up, 4) if looked_up else None,
-        "schedule": _digest([t for _, t in steps if t]),
+        "schedule": _digest([step.tokens for step in steps if step.tokens]),
         "outputs": [
             [list(r.outputs[0].token_ids), _logprobs(r.outputs[0].logprobs)] for r in results
         ] if run.exact else None,
