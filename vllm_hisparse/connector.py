@@ -135,6 +135,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             max_step_tokens=config.scheduler_config.max_num_batched_tokens,
         )
         self._queue = QueueOrder(self.coordinator, kv_cache_manager)
+        kv_cache_manager.get_computed_blocks = self._queue.look_up
         steady = SteadySlots(kv_cache_manager, self.coordinator)
         kv_cache_manager.allocate_slots = steady.allocate
         kv_cache_manager.cache_blocks = steady.publish
@@ -155,6 +156,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """A request arrived."""
         self._scheduler.requests[request.request_id] = request
+        self._admissions.note_arrival()
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

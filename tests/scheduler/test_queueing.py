@@ -1,9 +1,11 @@
 """Requests whose prefix is there are admitted before those that would push prefixes out, a few at a time."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from vllm_hisparse.scheduler.queueing import MAX_AGE
 from vllm_hisparse.testing.scheduler import SchedulerRig
 
 # A page is 4 tokens and takes a resident and an indexer block. Two requests decode at a time.
@@ -19,7 +21,9 @@ WARM = [range(100 * n, 100 * n + 48) for n in range(1, 4)]  # prompts that have 
 COLD = range(900, 948)
 
 
-def start(rig: SchedulerRig, request_id: str, tokens: range, max_tokens: int = 4, **options: Any) -> None:
+def start(
+    rig: SchedulerRig, request_id: str, tokens: Sequence[int], max_tokens: int = 4, **options: Any
+) -> None:
     rig.add(request_id, [*tokens, 99], max_tokens=max_tokens, **options)
 
 
@@ -162,3 +166,95 @@ def test_beside_another_connector_nobody_is_passed(crowded: Any) -> None:
     """It may have what a request does not find here."""
     rig = crowded(num_offload_chunks=4)
     assert race(rig) == ["cold", "warm"]
+
+
+def test_a_request_does_not_wait_for_itself(crowded: Any) -> None:
+    """Its hit is a token short of half its prompt: it is cold, whoever asks."""
+    rig = crowded(max_requests=8)
+    start(rig, "half", [*WARM[0][:24], *range(700, 724)])  # 24 of 49
+    queue = rig.scheduler.connector._queue
+    half = rig.scheduler.requests["half"]
+    assert rig.scheduler.kv_cache_manager.get_computed_blocks(half)[1] == 24
+    assert queue._costs_kept(half)
+    assert not queue.must_wait(half, 24)
+    rig.run()
+
+
+def test_a_prefix_that_is_lost_is_not_waited_for(crowded: Any) -> None:
+    rig = crowded(max_requests=8)
+    start(rig, "cold", COLD)
+    start(rig, "warm", WARM[0])
+    queue = rig.scheduler.connector._queue
+    cold, warm = (rig.scheduler.requests[name] for name in ("cold", "warm"))
+    assert queue.must_wait(cold, 0)
+    pool = rig.coordinator.pool
+    pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))  # others have used every block since
+    hit = rig.scheduler.kv_cache_manager.get_computed_blocks(warm)[1]
+    assert hit == 0
+    assert not queue.must_wait(warm, hit)
+    assert not queue.must_wait(cold, 0)
+    rig.run()
+
+
+def test_those_that_wait_are_looked_up_once_in_a_while(crowded: Any, monkeypatch: Any) -> None:
+    """And not in every step, each of them: that would take longer than a step."""
+    rig = crowded(max_requests=8)
+    for n in range(6):
+        start(rig, f"cold {n}", range(1000 + 100 * n, 1048 + 100 * n))
+    start(rig, "warm", WARM[0])
+    scheduler = rig.scheduler
+    queue = scheduler.connector._queue
+    lookups: list[int] = []
+    find = scheduler.kv_cache_manager.coordinator.find_longest_cache_hit
+
+    def counted(*args: Any) -> Any:
+        lookups.append(len(scheduler.running))
+        return find(*args)
+
+    monkeypatch.setattr(scheduler.kv_cache_manager.coordinator, "find_longest_cache_hit", counted)
+    cold = [scheduler.requests[f"cold {n}"] for n in range(6)]
+
+    def ask() -> list[bool]:
+        """As vLLM does in every step."""
+        answers = [queue.must_wait(r, scheduler.kv_cache_manager.get_computed_blocks(r)[1]) for r in cold]
+        queue.end_step()
+        return answers
+
+    queue._reconsider()
+    assert ask() == [True] * 6
+    assert len(lookups) == 6 + 7  # and the first one's warm one, found last
+    for _ in range(MAX_AGE - 1):
+        assert ask() == [True] * 6
+    assert len(lookups) == 13
+    assert ask() == [True] * 6
+    assert len(lookups) == 26
+    rig.abort("warm")
+    assert ask() == [False] * 6  # whom would they wait for?
+    rig.run()
+
+
+def test_room_is_noticed_at_once(crowded: Any) -> None:
+    """A request that stays put off is looked up again as soon as it costs nobody a prefix."""
+    rig = crowded(max_requests=8)
+    start(rig, "cold", COLD)
+    start(rig, "warm", WARM[0])
+    queue, manager = rig.scheduler.connector._queue, rig.scheduler.kv_cache_manager
+    cold = rig.scheduler.requests["cold"]
+    assert queue.must_wait(cold, manager.get_computed_blocks(cold)[1])
+    rig.coordinator.pressure.low -= 100
+    assert not queue._costs_kept(cold)
+    assert not queue.must_wait(cold, manager.get_computed_blocks(cold)[1])
+    rig.coordinator.pressure.low += 100
+    rig.run()
+
+
+def test_somebody_who_comes_may_pass(crowded: Any) -> None:
+    """That nobody was warm holds for those who were there."""
+    rig = crowded(max_requests=8)
+    start(rig, "cold", COLD)
+    queue = rig.scheduler.connector._queue
+    cold = rig.scheduler.requests["cold"]
+    assert not queue.must_wait(cold, 0)
+    start(rig, "warm", WARM[0])
+    assert queue.must_wait(cold, 0)
+    rig.run()

@@ -4,7 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock, get_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    get_block_hash,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.request import Request
 
 __all__ = ["HostPool", "OneBlock"]
@@ -39,6 +45,9 @@ class HostPool(BlockPool):
         self._device_pool = device_pool
         self._source_group_id = source_group_id
         self._resident_group_ids = resident_group_ids
+        # What vLLM appends to a page's hash to make a key of it, in the source group and in part 0.
+        self._source_suffix = make_block_hash_with_group_id(BlockHash(b""), source_group_id)
+        self._device_suffix = make_block_hash_with_group_id(BlockHash(b""), resident_group_ids[0])
         self._before_reset: Callable[[], list[KVCacheBlock]] | None = None
         self.num_admissible: Callable[[Sequence[KVCacheBlock]], int] = len  # leading pages of a hit to use
         self.num_evictions = 0  # since start
@@ -72,10 +81,17 @@ class HostPool(BlockPool):
     def get_cached_block(
         self, block_hash: BlockHash, kv_cache_group_ids: list[int]
     ) -> list[KVCacheBlock] | None:
-        """A block that holds the page (part 0's block if the device has it), or None."""
-        if on_device := self.device_blocks(block_hash):
-            return on_device[:1]
-        return super().get_cached_block(block_hash, kv_cache_group_ids)
+        """A block that holds the page (part 0's block if the device has it), or None.
+
+        Called for every page of a long prompt: few calls here.
+        """
+        on_device = self._device_pool.cached_block_hash_to_block.get_one_block(
+            BlockHashWithGroupId(block_hash + self._device_suffix)
+        )
+        if on_device is not None and (blocks := self.device_blocks(block_hash)):
+            return blocks[:1]
+        on_host = self.host_block(block_hash)
+        return None if on_host is None else [on_host]
 
     def device_blocks(self, block_hash: BlockHash) -> list[KVCacheBlock] | None:
         """The device's blocks of the page, one a part, or None unless every part has its own.
@@ -97,8 +113,9 @@ class HostPool(BlockPool):
 
     def host_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
         """The published host block of the page, or None."""
-        found = super().get_cached_block(block_hash, [self._source_group_id])
-        return found[0] if found else None
+        return self.cached_block_hash_to_block.get_one_block(
+            BlockHashWithGroupId(block_hash + self._source_suffix)
+        )
 
     def hit_blocks(self, block: KVCacheBlock) -> list[KVCacheBlock]:
         """All parts' blocks of a prefix hit that the device has; nothing for one that only the host has."""

@@ -9,11 +9,16 @@ each cold one that is admitted, so that nobody waits for ever.
 vLLM leaves a request for the next step if its connector cannot say yet how much of it can be loaded. That is
 how a request is put off. It can only be one that has not started; where priorities count, nobody passes a
 more urgent one.
+
+vLLM looks up the prefix of every request that it asks about, in every step, and to find a warm one we look up
+those that wait: a millisecond each for a long prompt, more than a decode step takes if many wait. So what was
+found stands until requests come, start or end, or for some steps, and a request that stays put off is not
+looked up.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.request import Request
 
 if TYPE_CHECKING:
@@ -23,6 +28,7 @@ __all__ = ["QueueOrder"]
 
 WARM_SHARE = 0.5  # of a request's tokens
 LONG_SHARE = 0.5  # of the tokens of a request that may pass
+MAX_AGE = 16  # steps for which what was found about prefixes stands: they come and go in the meantime
 
 
 class QueueOrder:
@@ -36,12 +42,29 @@ class QueueOrder:
         self._num_passed = 0  # since a cold request was admitted
         self._put_off: set[str] = set()
         self._asked = ("", False)  # request that vLLM asked about last, and whether it is warm
-        self._warm: Request | None = None  # one that was found in this step
-        self._is_nobody_warm = False  # nor will be in this step
+        self._look_up = manager.get_computed_blocks
+        self._nothing = manager.empty_kv_cache_blocks
+        # What was found, `_age` steps ago.
+        self._age = 0
+        self._stay_put_off: set[str] = set()
+        self._warm: Request | None = None
+        self._is_nobody_warm = False
+
+    def look_up(self, request: Request, *limits: Any) -> tuple[KVCacheBlocks, int, int]:
+        """See `KVCacheManager.get_computed_blocks`: nothing for a request that stays put off in any case."""
+        if request.request_id in self._stay_put_off:
+            if self._coordinator.records and self._costs_kept(request):
+                return self._nothing, 0, 0
+            self._stay_put_off.remove(request.request_id)
+        return self._look_up(request, *limits)
 
     def must_wait(self, request: Request, num_computed_tokens: int) -> bool:
         """Whether the request has to let others pass. `num_computed_tokens`: of its prefix hit."""
-        is_warm = num_computed_tokens >= WARM_SHARE * request.num_tokens
+        if request.request_id in self._stay_put_off:
+            return True
+        is_warm = _is_warm_hit(request, num_computed_tokens)
+        if request is self._warm and not is_warm:
+            self._reconsider()  # its prefix is gone
         self._asked = (request.request_id, is_warm)
         if self._num_passed >= self._max_passing or self._coordinator.has_company:
             return False
@@ -51,7 +74,12 @@ class QueueOrder:
         must_wait = is_busy and self._costs_kept(request) and self._is_passable(request)
         if must_wait:
             self._put_off.add(request.request_id)
+            self._stay_put_off.add(request.request_id)
         return must_wait
+
+    def note_arrival(self) -> None:
+        """A request has come, which may be warm."""
+        self._is_nobody_warm = False
 
     def note_admission(self, request: Request) -> None:
         """vLLM has given the request blocks."""
@@ -66,11 +94,19 @@ class QueueOrder:
             self._coordinator.num_passed += 1
 
     def forget(self, request_id: str) -> None:
-        """The request waits no more."""
+        """The request waits no more, or has ended."""
         self._put_off.discard(request_id)
+        self._reconsider()
 
     def end_step(self) -> None:
-        """What was found out about prefixes may change."""
+        """What was found gets older."""
+        self._age += 1
+        if self._age >= MAX_AGE:
+            self._reconsider()
+
+    def _reconsider(self) -> None:
+        self._age = 0
+        self._stay_put_off.clear()
         self._warm, self._is_nobody_warm = None, False
 
     def _costs_kept(self, request: Request) -> bool:
@@ -100,9 +136,13 @@ class QueueOrder:
     def _is_warm(self, request: Request) -> bool:
         if not self._manager.prefix_cache_lookup_enabled(request):
             return False
-        num_tokens = int(WARM_SHARE * request.num_tokens)
-        longest = num_tokens + self._coordinator.layout.page_tokens * self._coordinator.layout.indexer_pages
+        indexer_tokens = self._coordinator.layout.page_tokens * self._coordinator.layout.indexer_pages
+        longest = int(WARM_SHARE * request.num_tokens) + 1 + indexer_tokens
         hit = self._manager.coordinator.find_longest_cache_hit(
             request.block_hashes, min(longest, request.num_tokens - 1)
         )
-        return hit[1] >= num_tokens
+        return _is_warm_hit(request, hit[1])
+
+
+def _is_warm_hit(request: Request, num_computed_tokens: int) -> bool:
+    return num_computed_tokens >= WARM_SHARE * request.num_tokens
