@@ -90,6 +90,37 @@ def test_unpublished_blocks_go_before_published_ones() -> None:
     assert pool.num_evictions == 0
 
 
+def test_a_run_ends_at_a_page_that_somebody_may_want_again() -> None:
+    """The block behind a session's pages is the first page of the next one's, which went with it."""
+    pool, extents = make(100)
+    rows = {owner: grow(pool, extents, owner, 10, 10) for owner in ("a", "b")}
+    assert ids(rows["a"] + rows["b"]) == list(range(1, 21))
+    for owner, row in rows.items():
+        publish(pool, row)
+        pool.free_blocks(reversed(row))
+        extents.forget(owner)
+    pool.touch(rows["a"])  # its next turn
+    following = extents.take("a again", rows["a"][-1], 3)
+    assert following.block_id > 20
+    assert extents.take("a again", following, 2).block_id == following.block_id + 1
+    assert pool.num_evictions == 0
+
+
+def test_a_full_pool_loses_what_was_used_longest_ago() -> None:
+    """Not what lies behind the run."""
+    pool, extents = make(31)
+    rows = [pool.get_new_blocks(10) for _ in range(3)]
+    publish(pool, [block for row in rows for block in row])
+    for row in (rows[2], rows[1], rows[0]):
+        pool.free_blocks(reversed(row))
+    pool.touch(rows[0])
+    taken = [extents.take("again", rows[0][-1], 4)]
+    for left in (3, 2, 1):
+        taken.append(extents.take("again", taken[-1], left))
+    assert ids(taken) == [27, 28, 29, 30]
+    assert all(pool.is_published(b.block_id) for b in (*rows[0], *rows[1], *rows[2][:6]))
+
+
 @pytest.mark.parametrize("num_blocks", [2, 3, 7])
 def test_the_last_block_is_handed_out(num_blocks: int) -> None:
     pool, extents = make(num_blocks)

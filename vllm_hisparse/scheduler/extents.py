@@ -3,7 +3,9 @@
 The device reads rows of consecutive host blocks faster than rows of scattered ones, because the link's
 address translation covers 64 KiB at a time. So a request's first host page starts a run as long as the
 request may grow, away from other requests' runs, and later pages follow it. Best effort: a taken block ends a
-run, never an allocation.
+run, never an allocation. A published page ends one too, as if it were taken: the block behind a request's run
+is, as a rule, the first page of somebody else's prefix, all of which would be lost with it. Published pages
+are taken in the order of their last use, and only if nothing else is free.
 """
 
 from collections.abc import Iterator
@@ -28,6 +30,7 @@ class Extents:
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
         self._wanted: dict[object, tuple[int, int]] = {}  # owner -> [first, end) it may grow into
+        self._evicted: dict[object, range] = {}  # owner -> blocks whose pages are the next to be evicted
         self.num_pages = 0  # taken since start
         self.num_runs = 0  # of consecutive blocks among them
 
@@ -43,7 +46,7 @@ class Extents:
         follow.
         """
         self.num_pages += 1
-        if not previous.is_null and self._pool.is_free(previous.block_id + 1):
+        if not previous.is_null and self._may_follow(owner, previous.block_id + 1):
             return self._pool.take_block(previous.block_id + 1)
         self.num_runs += 1
         return self._pool.take_block(self._start_run(owner, num_expected))
@@ -51,6 +54,12 @@ class Extents:
     def forget(self, owner: object) -> None:
         """The owner is gone; others may grow into its run."""
         self._wanted.pop(owner, None)
+        self._evicted.pop(owner, None)
+
+    def _may_follow(self, owner: object, block_id: int) -> bool:
+        if not self._pool.is_free(block_id):
+            return False
+        return not self._pool.is_published(block_id) or block_id in self._evicted.get(owner, ())
 
     def _start_run(self, owner: object, num_expected: int) -> int:
         self.forget(owner)
@@ -59,7 +68,8 @@ class Extents:
             return self._want(owner, frontier, num_expected)
         unused = np.fromiter(islice(self._unpublished(), WINDOW), np.int64)
         if unused.size == 0:
-            return self._oldest_run(num_expected)
+            self._evicted[owner] = self._oldest_run(num_expected)
+            return self._evicted[owner].start
         starts, lengths = _runs(np.sort(self._unwanted(unused)))
         if starts.size == 0:
             return int(unused[0])
@@ -87,19 +97,19 @@ class Extents:
             blocks = blocks[(blocks < first) | (blocks >= end)]
         return blocks
 
-    def _oldest_run(self, num_expected: int) -> int:
-        """Start of a run among the pages that are next to be evicted.
+    def _oldest_run(self, num_expected: int) -> range:
+        """A run of blocks whose pages are next to be evicted.
 
         A finished request's blocks were freed from its tail, so in eviction order its run descends: the
         lowest block of the part that is needed is where an ascending run can begin.
         """
         order = self._pool.free_in_order()
-        lowest = next(order).block_id
+        lowest = last = next(order).block_id
         for block in islice(order, num_expected - 1):
             if block.block_id != lowest - 1:
                 break
             lowest = block.block_id
-        return lowest
+        return range(lowest, last + 1)
 
 
 def _runs(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
