@@ -250,3 +250,22 @@ def test_walks(make_rig: MakeRig) -> None:
 @pytest.mark.timeout(900)
 def test_walks_for_long(make_rig: MakeRig) -> None:
     assert sum(walk(make_rig, seed) for seed in range(8, 208)) > 4000
+
+
+def test_a_load_that_waits_for_steps_in_flight_keeps_its_chunks(make_rig: MakeRig) -> None:
+    """From 0.33 on vLLM starts it later than it finds it; a full store needs room for another's keys then."""
+    num_chunks = len(PROMPT) // PAGE
+    rig = make_rig(**ROOMY | {"num_offload_chunks": num_chunks}, async_scheduling=True, max_step_tokens=24)
+    rig.add("first", [*PROMPT, 41], max_tokens=2)
+    rig.run()
+    forget_device(rig)
+    rig.add("other", range(500, 536), max_tokens=4)
+    rig.submit()
+    again = rig.add("again", [*PROMPT, 42], max_tokens=2)
+    rig.submit()
+    assert again.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert len(rig.in_flight) == 2
+    rig.collect()
+    rig.run()
+    assert rig.offloading[0].num_loads == 1
+    assert len(rig.outputs["again"]) == 2
