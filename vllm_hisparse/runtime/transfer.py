@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = ["to_device"]
 
 
-def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def to_device(values: Sequence[Any] | np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of `values` on `device`, in the order of the current stream.
 
     On CUDA it goes through pinned memory, which the caching host allocator keeps until the copy has been
