@@ -21,6 +21,7 @@ from vllm.v1.request import Request
 
 from vllm_hisparse.config import user_error
 from vllm_hisparse.runtime.binding import current_runtime
+from vllm_hisparse.scheduler.coordinator import HiSparseCoordinator
 from vllm_hisparse.scheduler.managers import join
 
 __all__ = ["OffloadingConnector"]
@@ -34,6 +35,7 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._has_hisparse = vllm_config.attention_config.hisparse_config is not None
+        self._coordinator: HiSparseCoordinator | None = None
         self._handed_out: _HandedOut | None = None
         self._postponed: _PostponedLoads | None = None
 
@@ -55,14 +57,16 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         """Scheduler role: watch the device pool."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._has_hisparse:
-            join(kv_cache_manager)
+            self._coordinator = join(kv_cache_manager)
             self._handed_out = _HandedOut(kv_cache_manager.block_pool)
             self._postponed = _PostponedLoads(self.scheduler, kv_cache_manager)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """vLLM's."""
+        """vLLM's, if the request can be admitted at all."""
+        if self._coordinator is not None and self._coordinator.refusal.stands():
+            return 0, False
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if self._postponed is not None and matched[0]:
             self._postponed.note_match(request.request_id, num_computed_tokens, matched[0])

@@ -29,6 +29,7 @@ from .outbox import Outbox
 from .pressure import Pressure
 from .reclaim import Reclaimer
 from .records import Record
+from .refusal import Refusal
 from .regions import RegionLeases
 from .residency import PageState, PageTable
 from .transfers import Transfer, TransferLedger
@@ -76,6 +77,7 @@ class HiSparseCoordinator:
         self.host_pool.num_admissible = self.admission.num_admissible
         self.allocations = Allocations(self, self.admission)
         self.reclaimer = Reclaimer(self)
+        self.refusal = Refusal(self)
         self.pressure = Pressure(self)
         self.imports = Imports(self)
         self.source.bind(self, self.host_pool)

@@ -13,7 +13,7 @@ more urgent one.
 vLLM looks up the prefix of every request that it asks about, in every step, and to find a warm one we look up
 those that wait: a millisecond each for a long prompt, more than a decode step takes if many wait. So what was
 found stands until requests come, start or end, or for some steps, and a request that stays put off is not
-looked up.
+looked up; nor is one that has been refused (`refusal.py`).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,9 @@ class QueueOrder:
         self._is_nobody_warm = False
 
     def look_up(self, request: Request, *limits: Any) -> tuple[KVCacheBlocks, int, int]:
-        """See `KVCacheManager.get_computed_blocks`: nothing for a request that stays put off in any case."""
+        """See `KVCacheManager.get_computed_blocks`; nothing for a request that is not admitted anyway."""
+        if self._coordinator.refusal.stands():
+            return self._nothing, 0, 0
         if request.request_id in self._stay_put_off:
             if self._coordinator.records and self._costs_kept(request):
                 return self._nothing, 0, 0
@@ -62,6 +64,8 @@ class QueueOrder:
         """Whether the request has to let others pass. `num_computed_tokens`: of its prefix hit."""
         if request.request_id in self._stay_put_off:
             return True
+        if self._coordinator.refusal.stands():
+            return False  # it is refused
         is_warm = _is_warm_hit(request, num_computed_tokens)
         if request is self._warm and not is_warm:
             self._reconsider()  # its prefix is gone
@@ -80,9 +84,11 @@ class QueueOrder:
     def note_arrival(self) -> None:
         """A request has come, which may be warm."""
         self._is_nobody_warm = False
+        self._coordinator.refusal.lift()
 
     def note_admission(self, request: Request) -> None:
         """vLLM has given the request blocks."""
+        self._coordinator.refusal.lift()
         request_id, is_warm = self._asked
         if request_id != request.request_id:
             return
@@ -100,12 +106,14 @@ class QueueOrder:
 
     def end_step(self) -> None:
         """What was found gets older."""
+        self._coordinator.refusal.end_step()
         self._age += 1
         if self._age >= MAX_AGE:
             self._reconsider()
 
     def _reconsider(self) -> None:
         self._age = 0
+        self._coordinator.refusal.lift()
         self._stay_put_off.clear()
         self._warm, self._is_nobody_warm = None, False
 

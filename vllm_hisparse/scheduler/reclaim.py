@@ -41,20 +41,22 @@ class Reclaimer:
         self._parts = coordinator.layout.num_parts
         self.victims = Victims(coordinator)
         self._is_exhausted = False  # there is nothing until `note_change`
+        self.num_changes = 0  # since start: of what there may be
 
     def note_clean(self, record: Record) -> None:
         """The request may have pages whose host copy exists or is on its stream."""
         self.victims.clean[record] = None
-        self._is_exhausted = False
+        self.note_change()
 
     def note_change(self) -> None:
         """Leases, regions or their ids have gone back."""
         self._is_exhausted = False
+        self.num_changes += 1
 
     def forget(self, record: Record) -> None:
         """The request is gone."""
         self.victims.clean.pop(record, None)
-        self._is_exhausted = False
+        self.note_change()
 
     def num_reclaimable(self, missing: int, hit: Hit = NO_HIT, newcomer: Record | None = None) -> int:
         """Blocks, net of regions, that `reclaim` would free once `hit` is adopted, counted up to `missing`.

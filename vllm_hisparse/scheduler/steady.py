@@ -31,6 +31,7 @@ class SteadySlots:
         self._publish = manager.cache_blocks
         self._nothing = manager.empty_kv_cache_blocks
         self._allocations = coordinator.allocations
+        self._refusal = coordinator.refusal
         self._watermark = manager.watermark_blocks
         self._records = coordinator.records
         self._rows = [(m.req_to_blocks, m.block_size) for m in coordinator.on_device]
@@ -42,10 +43,16 @@ class SteadySlots:
     ) -> KVCacheBlocks | None:
         """See `KVCacheManager.allocate_slots`. Running requests are those without further arguments."""
         if args or kwargs:
+            is_newcomer = request.request_id not in self._records
+            if is_newcomer and self._refusal.stands():
+                return None
             num_kept = kwargs.get("reserved_blocks", 0) + self._watermark
-            return self._ask(
+            blocks = self._ask(
                 num_kept, request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **kwargs
             )
+            if is_newcomer and blocks is None:
+                self._refusal.note()
+            return blocks
         end = request.num_computed_tokens + num_new_tokens
         record = self._records.get(request.request_id)
         if (
