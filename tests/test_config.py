@@ -38,6 +38,7 @@ def test_defaults() -> None:
         prefix_share=0.5,
         max_passing=16,
         policy=DEFAULT_POLICY,
+        prefetch=True,
         skip_io=False,
         prefill_staging_mib=256,
         max_indexer_pages=16,
@@ -60,6 +61,7 @@ def test_every_option_is_read() -> None:
         "prefix_share": 0.25,
         "max_passing": 3,
         "policy": "lru",
+        "prefetch": False,
         "skip_io": True,
         "prefill_staging_mib": 7,
         "max_indexer_pages": 3,
@@ -122,8 +124,8 @@ BAD_OPTIONS = [
         {"host_pool_gb": 1},
         "got unknown options ['host_pool_gb'] for HiSparseConnector; need keys among ['always_host', "
         "'high_watermark', 'host_pool_gib', 'low_watermark', 'max_hot_rows', 'max_indexer_pages', "
-        "'max_passing', 'policy', 'prefill_staging_mib', 'prefix_share', 'skip_io', 'trace_max_mib', "
-        "'trace_path'] because a misspelt option would be ignored silently",
+        "'max_passing', 'policy', 'prefetch', 'prefill_staging_mib', 'prefix_share', 'skip_io', "
+        "'trace_max_mib', 'trace_path'] because a misspelt option would be ignored silently",
     ),
     ({"fault": "nocopy"}, "got unknown options ['fault']"),
     ({"host_pool_gib": None}, "got no host_pool_gib for HiSparseConnector; need its size"),
@@ -134,6 +136,10 @@ BAD_OPTIONS = [
     ({"host_pool_gib": True}, "got host_pool_gib=True of type bool; need float because"),
     ({"prefix_share": 1}, "got prefix_share=1; need 0 <= prefix_share < 1 because"),
     ({"max_passing": -1}, "got max_passing=-1; need 0 or more because it is a number of requests"),
+    (
+        {"host_pool_gib": 1025, "prefetch": False},
+        "got prefetch=false with host_pool_gib=1025; need at most 1024 GiB because single layers' rows",
+    ),
     ({"skip_io": 1}, "got skip_io=1 of type int; need bool because"),
     ({"max_hot_rows": 4096.0}, "got max_hot_rows=4096.0 of type float; need int because"),
     (

@@ -17,6 +17,8 @@ MEANINGS = {
     "max_hot_rows": "Slots that a hot region may grow to. By default four times top-k, or the size it "
     "starts with if that is more or is set by `device_buffer_size`.",
     "policy": f"Which slot gives way to a miss: {' or '.join(f'`{name}`' for name in config.POLICIES)}.",
+    "prefetch": "Reads a miss for all layers that share a selection at once, in one piece. Off: every layer "
+    "reads its own row when it is reached. Same outputs: for comparison.",
     "skip_io": "Reads nothing from the host. Outputs are wrong: only for measuring what reads cost.",
     "prefill_staging_mib": "Device memory in MiB that prefills over host-backed context are staged in; "
     "never more than a request has.",

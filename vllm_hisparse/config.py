@@ -18,6 +18,7 @@ DEFAULT_POLICY = "lrfu"
 DEFAULT_HOT_FACTOR = 4  # cap of an elastic hot region, in multiples of top_k
 MAX_HOT_ROWS = 1 << 15  # slots are int16
 MAX_INDEXER_PAGES = 16
+MAX_GIB_BY_LAYER = 1024  # of the host pool without prefetch: 2^31 rows of 512 bytes
 # Connectors that go with indexer blocks of several pages: others move a layer's page of a kernel block.
 BLOCKWISE_CONNECTORS = frozenset({CONNECTOR, MULTI_CONNECTOR, "OffloadingConnector"})
 GIB = 1 << 30
@@ -32,6 +33,7 @@ _OPTIONS: dict[str, tuple[type, Any]] = {
     "max_passing": (int, 16),
     "max_hot_rows": (int, None),
     "policy": (str, DEFAULT_POLICY),
+    "prefetch": (bool, True),
     "skip_io": (bool, False),
     "prefill_staging_mib": (int, 256),
     "max_indexer_pages": (int, None),
@@ -63,6 +65,7 @@ class HiSparseConfig:
     prefix_share: float = 0.5  # at most this much of the pool keeps what ended requests have left there alone
     max_passing: int = 16  # requests that find their prefix may pass one whose prefill costs prefixes
     policy: str = DEFAULT_POLICY
+    prefetch: bool = True  # a miss is read for all layers of its group at once; False: for each in turn
     skip_io: bool = False  # no-IO oracle: outputs are wrong, only for measuring
     prefill_staging_mib: int = 256
     max_indexer_pages: int = MAX_INDEXER_PAGES  # most pages of an indexer block: the grain of prefix hits
@@ -237,6 +240,12 @@ def _check_options(options: Mapping[str, Any]) -> None:
             got=f"prefix_share={options['prefix_share']:g}",
             need="0 <= prefix_share < 1",
             because="it is the part of the device pool that running requests leave to prefixes",
+        )
+    if not options["prefetch"] and options["host_pool_gib"] > MAX_GIB_BY_LAYER:
+        raise user_error(
+            got=f"prefetch=false with host_pool_gib={options['host_pool_gib']:g}",
+            need=f"at most {MAX_GIB_BY_LAYER} GiB",
+            because="single layers' rows are counted in 31 bits",
         )
     if options["max_passing"] < 0:
         raise user_error(

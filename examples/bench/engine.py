@@ -1,6 +1,7 @@
 """Real engines on one GPU, the same model, prompts and KV memory: vLLM, vLLM with its OffloadingConnector,
 vLLM's in-tree HiSparse, ours, ours with indexer keys offloaded by an OffloadingConnector beside it
-(`ours_keys`), and ours without the reads (`skip_io`: wrong outputs, the time that reads add).
+(`ours_keys`), ours without the reads (`skip_io`: wrong outputs, the time that reads add), and ours with every
+layer reading its own rows (`by_layer`: `prefetch` off).
 
     resident   everything fits: what HiSparse costs where it is not needed
     pressure   the KV of a few requests fits
@@ -26,7 +27,7 @@ from statistics import median
 from typing import Any
 
 from common import environment, write_json
-from engine_worker import Run, make_model
+from engine_worker import PATTERNS, Run, make_model
 from processes import run_in_turn, run_script
 
 RESIDENT = {"kv_gib": 4.0, "requests": 16, "context": 16384, "num_tokens": 512, "host_gib": 8.0, "rounds": 6}
@@ -42,7 +43,10 @@ PRESSURE = {
 SCENARIOS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "resident": (("plain", "ours", "in_tree"), RESIDENT),
     "pressure": (("offload", "ours", "ours_keys", "in_tree"), PRESSURE),
-    "replayed": (("ours_skip_io", "ours"), PRESSURE | {"churn": 0.134, "num_tokens": 512, "host_gib": 8.0}),
+    "replayed": (
+        ("ours_skip_io", "ours", "ours_by_layer"),
+        PRESSURE | {"churn": 0.134, "num_tokens": 512, "host_gib": 8.0},
+    ),
     "long": (
         ("ours",),
         {
@@ -77,6 +81,8 @@ def runs(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Run]]:
             for impl in impls:
                 if args.impls and impl not in args.impls.split(","):
                     continue
+                if impl == "ours_by_layer" and "S" not in PATTERNS[model]:
+                    continue  # every layer has a selection of its own
                 out = str(folder / f"{scenario}-{model}-{impl}.json")
                 run = Run(out=out, models=str(folder / "models"), impl=impl, model=model)
                 yield scenario, replace(run, limit_s=args.limit_s, **options)

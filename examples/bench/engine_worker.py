@@ -34,7 +34,7 @@ class Run:
 
     out: str  # result file
     models: str  # folder of models
-    impl: str = "ours"  # plain, offload, in_tree, ours, ours_keys, ours_skip_io
+    impl: str = "ours"  # plain, offload, in_tree, ours, ours_keys, ours_skip_io, ours_by_layer
     model: str = "separate"
     kv_gib: float = 4.0
     host_gib: float = 8.0
@@ -158,6 +158,7 @@ def connector_options(run: Run) -> dict[str, Any]:
         "low_watermark": run.low,
         "high_watermark": run.high,
         "skip_io": run.impl == "ours_skip_io",
+        "prefetch": run.impl != "ours_by_layer",
         "always_host": run.always_host,
     }
 

@@ -114,6 +114,23 @@ def test_same_bits_under_pressure_long(case: Case, model_path: ModelPath, refere
     check(case, model_path, reference)
 
 
+def test_same_bits_layer_by_layer(model_path: ModelPath, reference: Reference) -> None:
+    """The option `prefetch` off, with several layers a group in two parts: each layer reads its own rows."""
+    expected = reference(SHARED, "float32")
+    with hisparse_engine(
+        model_path(SHARED),
+        dtype="float32",
+        num_gpu_blocks_override=48,
+        kv_transfer_config=hisparse(prefetch=False),
+        **ENGINE_ARGS,
+    ) as engine:
+        assert max(map(len, engine.coordinator.layout.index_groups)) > 1
+        completions = engine.run(prompts(), engine.check_integrity)
+        engine.finish()
+        assert min(engine.rows["misses"], engine.rows["hits"]) > 0
+    assert differences(completions, expected) == []
+
+
 @pytest.mark.long
 def test_same_bits_always_from_the_host(model_path: ModelPath, reference: Reference) -> None:
     """The option `always_host` in a pool that would hold everything."""

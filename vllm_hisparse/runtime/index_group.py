@@ -83,7 +83,8 @@ class HiSparseIndexGroup(upstream.HiSparseMLAIndexGroup):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Physical rows int32 [T, K] aligned with the selection, -1 for padding; optionally int32 [T] counts.
 
-        The leader's call resolves and fetches for the whole group; followers get the result for their part.
+        The leader's call resolves and fetches for the whole group; followers get the result for their part,
+        and without prefetch fetch their own rows.
         """
         assert self.resolver is not None, "attention before the KV caches were bound"
         if layer_index == 0:
@@ -93,6 +94,8 @@ class HiSparseIndexGroup(upstream.HiSparseMLAIndexGroup):
             ):  # the decodes of a mixed batch
                 query_start = query_start[: attn_metadata.num_decodes + 1]
             self.resolver.resolve(logical_topk_indices, query_start)
+        else:
+            self.resolver.fetch_layer(layer_index)
         rows, counts = self.resolver.result(self.handles[layer_index].part, logical_topk_indices.shape[0])
         return (rows, counts) if return_valid_counts else rows
 

@@ -56,10 +56,17 @@ class GroupResolver:
         self._layer_part = runtime.memory.layers.part[self.layers].contiguous()
         self._result = result
         self._plan_count = runtime.misses.rows[group]
+        self._prefetches = runtime.config.prefetch or len(self.layers) == 1
+        # Rows of single layers, and where the plan finds them: only without prefetch.
+        self._layer_rows = self._host_rows.view(-1, runtime.layout.row_bytes)
+        self._planned_rows = None if self._prefetches else torch.zeros_like(result.plan_host_row)
         self._counters = runtime.counters.rows[group]
 
     def resolve(self, topk: torch.Tensor, query_start: torch.Tensor) -> None:
-        """Resolve int32 [T, K] positions of batch rows `query_start` int32 [R + 1], and fetch what misses."""
+        """Resolve int32 [T, K] positions of batch rows `query_start` int32 [R + 1], and fetch what misses.
+
+        That is for all layers of the group or, without prefetch, for the leader.
+        """
         runtime, tables, result = self.runtime, self.runtime.tables, self._result
         n = topk.shape[0]
         if runtime.recorder is not None:
@@ -89,6 +96,9 @@ class GroupResolver:
             max_query_rows=runtime.config.verify_rows,
             policy=ops.Policy[runtime.config.policy.upper()],
         )
+        if not self._prefetches:
+            self.fetch_layer(0)
+            return
         ops.fetch_selected(
             self._host_rows,
             runtime.memory.device_pool,
@@ -107,6 +117,33 @@ class GroupResolver:
             tables.hot_rows,
             self.state.slot_of,
             part=self._parts[0],
+            row_bytes=runtime.layout.row_bytes,
+            block_size=runtime.layout.page_tokens,
+            block_stride_bytes=runtime.layout.block_stride_bytes,
+            skip_io=runtime.config.skip_io,
+        )
+
+    def fetch_layer(self, layer: int) -> None:
+        """Fetch what the last `resolve` planned for one layer of the group, by its index there.
+
+        Without prefetch; otherwise it is there already.
+        """
+        if self._planned_rows is None:
+            return
+        runtime, tables, result = self.runtime, self.runtime.tables, self._result
+        torch.mul(result.plan_host_row, len(self.layers), out=self._planned_rows)
+        self._planned_rows.add_(layer)
+        ops.fetch(
+            self._layer_rows,
+            runtime.memory.device_pool,
+            self._layer_offset[layer : layer + 1],
+            self._layer_part[layer : layer + 1],
+            self._planned_rows,
+            result.plan_slot,
+            self._plan_count,
+            tables.row_request,
+            tables.hot_region,
+            tables.hot,
             row_bytes=runtime.layout.row_bytes,
             block_size=runtime.layout.page_tokens,
             block_stride_bytes=runtime.layout.block_stride_bytes,
