@@ -251,6 +251,7 @@ def measure(llm: Any, run: Run, schedule: Schedule, counters: Any, num_tokens: i
     )
     return {
         "seconds": round(seconds, 3),
+        "lead_s": round(full[0][0].at - begin, 3) if full else None,
         "finished": bool(results),
         "tokens_per_s": round(num_produced / seconds, 1),
         "decode_batch": busiest,

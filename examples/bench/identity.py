@@ -40,6 +40,7 @@ CASES = (
     Case("vLLM twice", ours={"impl": "plain"}),  # what is left of chance
     Case("always from the host", ours={"always_host": True}),
     Case("shared selections", both={"model": "shared"}),
+    Case("shared, layer by layer", both={"model": "shared"}, ours=PRESSURE | {"impl": "ours_by_layer"}),
     Case("bf16 rows", both={"kv_cache_dtype": "auto"}, ours=PRESSURE | {"kv_gib": 0.5}),
     Case("three drafts", both={"draft_tokens": 3}, ours=PRESSURE | {"kv_gib": 0.4}),
     Case(
