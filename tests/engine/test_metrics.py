@@ -180,7 +180,7 @@ def calm(coordinator: HiSparseCoordinator) -> None:
 def test_pages_that_leave_and_return(model_path: ModelPath, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that end late, regions that grow and shrink, waits, a host pool too small for everything."""
     twin = Prompt(prompts()[8].token_ids[:250], 80)  # two of them publish the same pages at the same time
-    options = {"low_watermark": 0.08, "high_watermark": 0.12, "max_hot_rows": 256, "host_pool_gib": 0.0009}
+    options = {"low_watermark": 0.08, "high_watermark": 0.12, "max_hot_rows": 256, "host_pool_gib": 0.0006}
     with followed(model_path, monkeypatch, LateCopies(6), **options) as following:
         run(following, prompts((60, 20), count=6))
         run(following, [twin, twin, *prompts(8, count=2)])

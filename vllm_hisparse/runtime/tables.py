@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 
 from vllm_hisparse import ops
@@ -44,7 +42,7 @@ class PageTables:
         self.hot_region = full(layout.max_requests)
         self.row_request = full(layout.max_requests)
 
-    def _send(self, values: Sequence[Any] | np.ndarray) -> torch.Tensor:
+    def _send(self, values: Sequence[Any]) -> torch.Tensor:
         return to_device(values, torch.int32, self.host.device)
 
     def clear(self, slots: list[int]) -> None:
@@ -55,18 +53,18 @@ class PageTables:
             self.hot_region[slot].fill_(-1)
 
     def write_pages(self, writes: tuple[PageWrite, ...]) -> None:
-        """Apply page deltas, thousands when a long prefix is adopted; the last one of a page wins."""
+        """Apply page deltas; the last one of a page wins."""
+        entries = {(w.slot, w.page): w for w in writes}.values()
         num_parts, max_requests, max_pages = self.resident.shape
-        entries = {w.slot * max_pages + w.page: w for w in writes}
-        n, last = len(entries), entries.values()
-        at = np.fromiter(entries, np.int32, n)
-        device = np.fromiter(chain.from_iterable(w.device_blocks for w in last), np.int32, n * num_parts)
-        planes = np.arange(num_parts, dtype=np.int32)[:, None] * (max_requests * max_pages)
-        self._scatter(self.resident, (at + planes).ravel(), device.reshape(n, num_parts).T.ravel())
-        self._scatter(self.host, at, np.fromiter((w.host_block for w in last), np.int32, n))
+        plane = max_requests * max_pages
+        at = [w.slot * max_pages + w.page for w in entries]
+        everywhere = [index + part * plane for part in range(num_parts) for index in at]
+        blocks = [w.device_blocks[part] for part in range(num_parts) for w in entries]
+        self._scatter(self.resident, everywhere, blocks)
+        self._scatter(self.host, at, [w.host_block for w in entries])
 
-    def _scatter(self, table: torch.Tensor, index: np.ndarray, values: np.ndarray) -> None:
-        sent = self._send(np.stack([index, values]))
+    def _scatter(self, table: torch.Tensor, index: list[int], values: list[int]) -> None:
+        sent = self._send([index, values])
         table.view(-1).scatter_(0, sent[0].long(), sent[1])
 
     def write_region(self, write: RegionWrite) -> None:
