@@ -1,6 +1,7 @@
 """Prompts that come again, at the sizes of the engine bench under pressure: vLLM's scheduler, no model."""
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ from vllm_hisparse.connector import HiSparseWorkerMetadata
 from vllm_hisparse.messages import Acknowledgement, Progress, decode
 from vllm_hisparse.simulation.engine import EngineSize, SchedulerSide
 from vllm_hisparse.simulation.model import ServedModel
+from vllm_hisparse.testing.engine_config import EngineOptions
+from vllm_hisparse.testing.scheduler import SchedulerRig
 
 SHARED = ServedModel("shared", num_layers=8, num_leaders=2, row_bytes=656, key_bytes=132, top_k=2048)
 REQUESTS, CONTEXT = 16, 65536
@@ -51,3 +54,50 @@ def test_keys_that_fit_are_kept() -> None:
     num_tokens = sum(map(len, prompts))
     assert run_round(side, "first", prompts, 32) == num_tokens
     assert run_round(side, "second", prompts, 64) == 2055
+
+
+@pytest.mark.long
+def test_nothing_is_computed_again_if_keys_are_offloaded(tmp_path: Path) -> None:
+    """An indexer in every layer: the keys of eight requests fill the pool, a store beside it has all.
+
+    The blocks of the engine bench, with pages of 4 tokens instead of 64. Figures are in docs/benchmarks.md.
+    """
+    page, num_pages = 4, 1024
+    options = EngineOptions(
+        num_device_blocks=2118,
+        num_host_blocks=26000,
+        page_tokens=page,
+        indexer_pages=5,
+        max_requests=REQUESTS,
+        max_step_tokens=512,
+        max_model_len=num_pages * page + 136,
+        top_k=128,
+        hot_rows=256,
+        max_hot_rows=512,
+        low=0.08,
+        high=0.20,
+        prefix_share=0.5,
+        async_scheduling=True,
+        num_offload_chunks=4000,
+        offload_prompt_only=False,
+    )
+    rig = SchedulerRig(options, tmp_path)
+    rig.check = lambda: None  # type: ignore[method-assign]  # it looks at every block, after every step
+    rig.num_misses = 400
+    draw = random.Random(7)
+    prompts = [[draw.randrange(5, 31000) for _ in range(num_pages * page - 2 * i)] for i in range(REQUESTS)]
+    computed, batches = 0, []
+    for name, max_tokens in (("first", 32), ("second", 120)):
+        for i, prompt in enumerate(prompts):
+            rig.add(f"{name}-{i}", prompt, max_tokens=max_tokens)
+        computed, batches = 0, []
+        while rig.scheduler.has_requests() or rig.in_flight:
+            rig.step()
+            if rig.in_flight:
+                tokens = list(rig.in_flight[-1][0].num_scheduled_tokens.values())
+                computed += sum(n for n in tokens if n > 1)
+                batches.append(len(tokens))
+        assert computed == (sum(map(len, prompts)) if name == "first" else 176)
+    assert len(batches) < 2.2 * 120  # two by two times eight
+    assert batches.count(8) > 1.9 * 120
+    SchedulerRig.check(rig)

@@ -131,7 +131,9 @@ LEDGER = (
         parameters=("vllm_config", "role", "kv_cache_config"),
         replacement="compat.offloading:OffloadingConnector",
         why="a subclass: learns of blocks that other groups and hot regions have got while a store was still "
-        "to read them, and saves indexer blocks of several pages; with HiSparse off it adds nothing",
-        drop_when="vLLM's looks for such blocks in all groups and regions, and asks specs for their bytes",
+        "to read them, saves indexer blocks of several pages, and keeps what a load that vLLM has put off "
+        "is to read; with HiSparse off it adds nothing",
+        drop_when="vLLM's looks for such blocks in all groups and regions, asks specs for their bytes, and "
+        "keeps what it has found until it is loaded",
     ),
 )
