@@ -34,7 +34,7 @@ def step(rig: SchedulerRig) -> StepMessage:
 def set_levels(rig: SchedulerRig, low: int, high: int) -> None:
     """Watermarks in blocks."""
     rig.coordinator.pressure.low, rig.coordinator.pressure.high = low, high
-    rig.coordinator.pressure.note_completion()  # levels do not change in operation: nothing else would notice
+    rig.coordinator.pressure.note_change()  # levels do not change in operation: nothing else would notice
 
 
 def num_free(rig: SchedulerRig) -> int:

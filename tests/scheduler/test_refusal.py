@@ -47,22 +47,44 @@ def test_it_is_looked_up_once_in_a_while(make_rig: Any, monkeypatch: pytest.Monk
     assert 0 < len(lookups) < MAX_AGE
 
 
-@pytest.mark.parametrize("event", ["end", "arrival", "room", "copies"])
+def refuse(rig: SchedulerRig, num_missing: int) -> Refusal:
+    refusal = rig.coordinator.refusal
+    refusal.note(rig.coordinator.pool.get_num_free_blocks() + num_missing)
+    assert refusal.stands()
+    return refusal
+
+
+@pytest.mark.parametrize("event", ["end", "arrival", "region", "room on the host"])
 def test_it_is_asked_about_as_soon_as_something_has_changed(make_rig: Any, event: str) -> None:
     rig = crowded(make_rig)
-    refusal, pool = rig.coordinator.refusal, rig.coordinator.pool
-    refusal.note()
-    assert refusal.stands()
+    coordinator = rig.coordinator
+    held = coordinator.host_pool.get_new_blocks(1) if event == "room on the host" else []
+    refusal = refuse(rig, 1000)
     if event == "end":
         rig.abort("runs")
     elif event == "arrival":
         rig.add("comes", range(300, 304))
-    elif event == "room":
-        held = pool.get_new_blocks(1)
-        refusal.note()
-        pool.free_blocks(held)
-    else:
-        rig.coordinator.reclaimer.note_clean(rig.coordinator.records["runs"])
+    elif event == "region":
+        coordinator.pressure.note_change()
+    coordinator.host_pool.free_blocks(held)
+    assert not refusal.stands()
+    rig.run()
+
+
+def test_it_is_asked_about_once_it_could_have_what_it_lacked(make_rig: Any) -> None:
+    """Blocks that came free and pages that the host has got count alike; fewer change nothing."""
+    rig = crowded(make_rig)
+    pool, reclaimer, running = (
+        rig.coordinator.pool,
+        rig.coordinator.reclaimer,
+        rig.coordinator.records["runs"],
+    )
+    held = pool.get_new_blocks(2)
+    refusal = refuse(rig, 4)
+    pool.free_blocks(held)
+    reclaimer.note_clean(running)
+    assert refusal.stands()
+    reclaimer.note_clean(running)
     assert not refusal.stands()
     rig.run()
 

@@ -71,8 +71,8 @@ class Pressure:
         self._order.is_stale = True  # what was kept may be in use again
         self._reclaimer.note_clean(record)
 
-    def note_completion(self) -> None:
-        """Copies have ended, or regions and their ids have gone back."""
+    def note_change(self) -> None:
+        """A request has got a region, or is gone."""
         self._reclaimer.note_change()
         self._restorable_at = 0
 
@@ -80,7 +80,8 @@ class Pressure:
         """Every rank has the former on its stream and has seen the latter end."""
         if not enqueued and not completed:
             return
-        self.note_completion()
+        self._reclaimer.note_room()
+        self._restorable_at = 0
         spills = [copy for transfer in enqueued for copy in transfer.spills]
         restores = [copy for transfer in completed for copy in transfer.restores]
         for copy in (*spills, *restores):
@@ -100,7 +101,7 @@ class Pressure:
     def note_region(self, record: Record) -> None:
         """The request got a hot region."""
         self.regions.held[record] = None
-        self.note_completion()
+        self.note_change()
 
     def forget(self, record: Record) -> None:
         """The request is gone."""
@@ -109,7 +110,7 @@ class Pressure:
         self.regions.held.pop(record, None)
         self._reclaimer.forget(record)
         self._order.is_stale = True
-        self.note_completion()
+        self.note_change()
 
     def relieve(self) -> None:
         """Return leases until the low watermark is reached again."""
@@ -228,6 +229,7 @@ class Pressure:
         for page in record.pages.pages_in(PageState.LOOSE, PageState.DRAINING):
             leases.repin(record, page)
         self._reclaimer.note_clean(record)
+        self._reclaimer.note_change()
         away = [page for page in record.pages.pages_in(PageState.HOST) if not leases.rejoin(record, page)]
         restored = away[:budget]
         for page in restored:

@@ -40,18 +40,24 @@ class Reclaimer:
         self._pool = coordinator.pool
         self._parts = coordinator.layout.num_parts
         self.victims = Victims(coordinator)
-        self._is_exhausted = False  # there is nothing until `note_change`
-        self.num_changes = 0  # since start: of what there may be
+        self._is_exhausted = False  # there is nothing until something is noted
+        self.num_clean = 0  # since start: pages that could be given up from then on
+        self.num_changes = 0  # since start: whatever else may have made more of them go
 
     def note_clean(self, record: Record) -> None:
-        """The request may have pages whose host copy exists or is on its stream."""
+        """The request may have one more page whose host copy exists or is on its stream."""
         self.victims.clean[record] = None
-        self.note_change()
+        self.num_clean += 1
+        self.note_room()
 
     def note_change(self) -> None:
+        """Requests hold other regions or pages than before."""
+        self.num_changes += 1
+        self.note_room()
+
+    def note_room(self) -> None:
         """Leases, regions or their ids have gone back."""
         self._is_exhausted = False
-        self.num_changes += 1
 
     def forget(self, record: Record) -> None:
         """The request is gone."""

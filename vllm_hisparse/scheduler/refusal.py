@@ -1,9 +1,9 @@
 """A newcomer that was refused blocks, and how long the refusal stands.
 
 vLLM asks about the request at the head of its queue in every step, and looks its prefix up for that: work
-that grows with the prompt, in steps that are all alike. Whether there is room can only have changed if blocks
-came free, if what can be reclaimed changed, or if requests came, started or ended. Until then the answer is
-known.
+that grows with the prompt, in steps that are all alike. Whether there is room can only have changed if as
+many blocks as it lacked came free or can be reclaimed since, or if requests came, started or ended. Until
+then the answer is known.
 """
 
 from typing import TYPE_CHECKING
@@ -21,19 +21,21 @@ class Refusal:
 
     def __init__(self, coordinator: "HiSparseCoordinator") -> None:
         self._coordinator = coordinator
-        self._num_free: int | None = None  # free device blocks at the refusal; None: there is none
-        self._num_changes = 0
+        self._num_missing = 0  # device blocks that the request lacked; 0: there is no refusal
+        self._num_gained = 0  # by `_gains` then
+        self._limits = (0, 0, 0)  # by `_what_else` then
         self._age = 0
 
-    def note(self) -> None:
-        """vLLM could not admit a request that holds no blocks."""
-        self._num_free = self._coordinator.pool.get_num_free_blocks()
-        self._num_changes = self._coordinator.reclaimer.num_changes
+    def note(self, num_wanted: int) -> None:
+        """vLLM could not admit a request that holds no blocks, which wanted so many of the device."""
+        self._num_missing = num_wanted - self._coordinator.pool.get_num_free_blocks()
+        self._num_gained = self._gains()
+        self._limits = self._what_else()
         self._age = 0
 
     def lift(self) -> None:
         """A request has come, started or ended."""
-        self._num_free = None
+        self._num_missing = 0
 
     def end_step(self) -> None:
         """The refusal is a step older."""
@@ -43,14 +45,29 @@ class Refusal:
 
     def stands(self) -> bool:
         """Whether the request would be refused again."""
-        if self._num_free is None:
+        if self._num_missing <= 0:
             return False
-        coordinator = self._coordinator
+        gained = self._gains() - self._num_gained
+        limits = zip(self._what_else(), self._limits, strict=True)
         if (
-            not coordinator.records
-            or coordinator.pool.get_num_free_blocks() > self._num_free
-            or coordinator.reclaimer.num_changes != self._num_changes
+            gained >= self._num_missing
+            or any(now > then for now, then in limits)
+            or not self._coordinator.records
         ):
             self.lift()
-            return False
-        return True
+        return self._num_missing > 0
+
+    def _gains(self) -> int:
+        """Blocks that are free, and at most so many that could be reclaimed since start: a page each."""
+        coordinator = self._coordinator
+        clean = coordinator.reclaimer.num_clean * coordinator.layout.num_parts
+        return coordinator.pool.get_num_free_blocks() + clean
+
+    def _what_else(self) -> tuple[int, int, int]:
+        """What else there can be more of, so that less is wanted or more can be reclaimed."""
+        coordinator = self._coordinator
+        return (
+            coordinator.reclaimer.num_changes,
+            coordinator.regions.num_free_ids,
+            coordinator.host_pool.get_num_free_blocks(),
+        )

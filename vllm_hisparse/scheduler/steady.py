@@ -32,6 +32,9 @@ class SteadySlots:
         self._nothing = manager.empty_kv_cache_blocks
         self._allocations = coordinator.allocations
         self._refusal = coordinator.refusal
+        self._count = manager.coordinator.get_num_blocks_to_allocate
+        manager.coordinator.get_num_blocks_to_allocate = self._watched_count
+        self._num_wanted = 0  # device blocks, when vLLM last added up what a request takes
         self._watermark = manager.watermark_blocks
         self._records = coordinator.records
         self._rows = [(m.req_to_blocks, m.block_size) for m in coordinator.on_device]
@@ -51,7 +54,7 @@ class SteadySlots:
                 num_kept, request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **kwargs
             )
             if is_newcomer and blocks is None:
-                self._refusal.note()
+                self._refusal.note(self._num_wanted)
             return blocks
         end = request.num_computed_tokens + num_new_tokens
         record = self._records.get(request.request_id)
@@ -65,6 +68,10 @@ class SteadySlots:
         if blocks is not None and record is not None:
             self._note(record, min(end, request.num_tokens))
         return blocks
+
+    def _watched_count(self, *args: Any, **kwargs: Any) -> int:
+        self._num_wanted = self._count(*args, **kwargs)
+        return self._num_wanted
 
     def _ask(self, num_kept: int, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
         self._allocations.begin(request.request_id, num_kept)
