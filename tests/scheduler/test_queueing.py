@@ -222,12 +222,14 @@ def test_those_that_wait_are_looked_up_once_in_a_while(crowded: Any, monkeypatch
 
     queue._reconsider()
     assert ask() == [True] * 6
-    assert len(lookups) == 6 + 7  # and the first one's warm one, found last
+    assert (
+        len(lookups) == 6 + 6 + 2
+    )  # and the first one's warm one, found last, its first keys before the rest
     for _ in range(MAX_AGE - 1):
         assert ask() == [True] * 6
-    assert len(lookups) == 13
+    assert len(lookups) == 14
     assert ask() == [True] * 6
-    assert len(lookups) == 26
+    assert len(lookups) == 28
     rig.abort("warm")
     assert ask() == [False] * 6  # whom would they wait for?
     rig.run()
@@ -257,4 +259,27 @@ def test_somebody_who_comes_may_pass(crowded: Any) -> None:
     assert not queue.must_wait(cold, 0)
     start(rig, "warm", WARM[0])
     assert queue.must_wait(cold, 0)
+    rig.run()
+
+
+def test_pages_without_keys_are_not_looked_up(make_rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who waits may have a long prefix on the host, which is worth nothing without its keys."""
+    rig = make_rig(**POOL, always_host=True)
+    rig.add("before", WARM[0], max_tokens=16)
+    rig.run()
+    start(rig, "cold", COLD)
+    start(rig, "keyless", WARM[0])
+    coordinator = rig.coordinator
+    keyless = rig.scheduler.requests["keyless"]
+    assert all(coordinator.host_pool.host_block(h) for h in keyless.block_hashes[:9])
+    pool = coordinator.pool
+    pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))  # others have used every block since
+    looked_up: list[Any] = []
+    find = coordinator.host_pool.get_cached_block
+    monkeypatch.setattr(
+        coordinator.host_pool, "get_cached_block", lambda *args: (looked_up.append(args), find(*args))[1]
+    )
+    assert rig.scheduler.connector._queue._find_warm() is None
+    assert len(looked_up) < 6  # of 12 pages, and of the cold one's
+    monkeypatch.undo()
     rig.run()

@@ -144,12 +144,18 @@ class QueueOrder:
     def _is_warm(self, request: Request) -> bool:
         if not self._manager.prefix_cache_lookup_enabled(request):
             return False
-        indexer_tokens = self._coordinator.layout.page_tokens * self._coordinator.layout.indexer_pages
+        layout = self._coordinator.layout
+        indexer_tokens = layout.page_tokens * layout.indexer_pages
+        if not self._find_hit(request, 2 * indexer_tokens):
+            return False  # as a rule it has all its pages on the host, and no keys: those are not looked up
         longest = int(WARM_SHARE * request.num_tokens) + 1 + indexer_tokens
-        hit = self._manager.coordinator.find_longest_cache_hit(
-            request.block_hashes, min(longest, request.num_tokens - 1)
-        )
-        return _is_warm_hit(request, hit[1])
+        return _is_warm_hit(request, self._find_hit(request, longest))
+
+    def _find_hit(self, request: Request, longest: int) -> int:
+        """Tokens of the request's prefix hit, counted up to `longest`."""
+        limit = min(longest, request.num_tokens - 1)
+        hit = self._manager.coordinator.find_longest_cache_hit(request.block_hashes, limit)
+        return int(hit[1])
 
 
 def _is_warm_hit(request: Request, num_computed_tokens: int) -> bool:
