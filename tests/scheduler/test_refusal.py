@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from vllm_hisparse.scheduler.refusal import MAX_AGE, Refusal
-from vllm_hisparse.testing.scheduler import SchedulerRig
+from vllm_hisparse.testing.scheduler import ALL, SchedulerRig
 
 TIGHT = {"num_device_blocks": 36, "num_host_blocks": 400, "max_requests": 6, "low": 0.0, "high": 0.1}
 
@@ -39,7 +39,7 @@ def count_lookups(rig: SchedulerRig, monkeypatch: pytest.MonkeyPatch) -> list[st
 
 def test_it_is_looked_up_once_in_a_while(make_rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = crowded(make_rig, prefix_share=0.0, max_passing=0)
-    assert rig.coordinator.refusal.stands()
+    assert rig.coordinator.refusal.stands("waits")
     lookups = count_lookups(rig, monkeypatch)
     for _ in range(2 * MAX_AGE):
         rig.step()
@@ -49,8 +49,9 @@ def test_it_is_looked_up_once_in_a_while(make_rig: Any, monkeypatch: pytest.Monk
 
 def refuse(rig: SchedulerRig, num_missing: int) -> Refusal:
     refusal = rig.coordinator.refusal
-    refusal.note(rig.coordinator.pool.get_num_free_blocks() + num_missing)
-    assert refusal.stands()
+    refusal.note("waits", rig.coordinator.pool.get_num_free_blocks() + num_missing)
+    assert refusal.stands("waits")
+    assert not refusal.stands("another")  # which must have come before it
     return refusal
 
 
@@ -67,7 +68,7 @@ def test_it_is_asked_about_as_soon_as_something_has_changed(make_rig: Any, event
     elif event == "region":
         coordinator.pressure.note_change()
     coordinator.host_pool.free_blocks(held)
-    assert not refusal.stands()
+    assert not refusal.stands("waits")
     rig.run()
 
 
@@ -83,15 +84,15 @@ def test_it_is_asked_about_once_it_could_have_what_it_lacked(make_rig: Any) -> N
     refusal = refuse(rig, 4)
     pool.free_blocks(held)
     reclaimer.note_clean(running)
-    assert refusal.stands()
+    assert refusal.stands("waits")
     reclaimer.note_clean(running)
-    assert not refusal.stands()
+    assert not refusal.stands("waits")
     rig.run()
 
 
 def test_a_request_that_holds_blocks_is_not_refused_for_another(make_rig: Any) -> None:
     rig = crowded(make_rig)
-    assert rig.coordinator.refusal.stands()
+    assert rig.coordinator.refusal.stands("waits")
     for _ in range(70):
         rig.step()
     assert len(rig.outputs["runs"]) == 60
@@ -111,13 +112,13 @@ def load(make_rig: Any, seed: int) -> tuple[int, list[tuple[int, str]]]:
         policy=chance.choice(["fcfs", "priority"]),
         num_offload_chunks=chance.choice([0, 100]),
     )
-    prefixes = [[chance.randrange(1000) for _ in range(40)] for _ in range(3)]
+    prefixes = [[chance.randrange(1000) for _ in range(40)] for _ in range(chance.randrange(1, 4))]
     starts: list[tuple[int, str]] = []
     for number in range(14):
         prompt = chance.choice(prefixes)[: chance.randrange(41)] + [number] * chance.randrange(1, 30)
         rig.add(f"r{number}", prompt, max_tokens=chance.randrange(1, 24), priority=chance.randrange(3))
     while rig.scheduler.has_requests() or rig.in_flight:
-        rig.step()
+        rig.step(chance.choice([0, 1, ALL]))  # copies that end late
         starts += [
             (len(rig.messages), r) for r in rig.coordinator.records if r not in {name for _, name in starts}
         ]
@@ -125,15 +126,15 @@ def load(make_rig: Any, seed: int) -> tuple[int, list[tuple[int, str]]]:
     return len(rig.messages), starts
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(16))
 def test_nobody_starts_later_for_it(make_rig: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The same load, with every question asked."""
     stood = 0
     stands = Refusal.stands
 
-    def counted(refusal: Refusal) -> bool:
+    def counted(refusal: Refusal, request_id: str) -> bool:
         nonlocal stood
-        answer = stands(refusal)
+        answer = stands(refusal, request_id)
         stood += answer
         return answer
 
@@ -141,5 +142,5 @@ def test_nobody_starts_later_for_it(make_rig: Any, monkeypatch: pytest.MonkeyPat
     remembered = load(make_rig, seed)
     assert stood > 0
     with monkeypatch.context() as patch:
-        patch.setattr(Refusal, "stands", lambda _: False)
+        patch.setattr(Refusal, "stands", lambda *_: False)
         assert load(make_rig, seed) == remembered

@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.request import Request
 
 from vllm_hisparse.config import user_error
@@ -65,7 +66,7 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """vLLM's, if the request can be admitted at all."""
-        if self._coordinator is not None and self._coordinator.refusal.stands():
+        if self._coordinator is not None and self._coordinator.refusal.stands(request.request_id):
             return 0, False
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if self._postponed is not None and matched[0]:
@@ -166,12 +167,16 @@ class _PostponedLoads:
         self._matched.clear()
 
     def _hold(self, request_id: str, tokens: range) -> None:
-        status = self._scheduler._req_status[request_id]
+        manager, status = (
+            self._scheduler.manager,
+            self._scheduler._req_status[request_id],
+        )  # locked by the step
         keys: list[Any] = []
         for group, state in zip(self._scheduler.config.kv_group_configs, status.group_states, strict=True):
             chunk_tokens = group.tokens_per_chunk
             keys += state.offload_keys[tokens.start // chunk_tokens : -(-tokens.stop // chunk_tokens)]
-        self._scheduler.manager.prepare_load(keys, status.req_context)  # whose lock the step holds
+        keys = [key for key in keys if manager.lookup(key, status.req_context) is LookupResult.HIT]
+        manager.prepare_load(keys, status.req_context)
         self._held[request_id] = keys, status.req_context
 
     def end(self, request_id: str) -> None:

@@ -69,6 +69,7 @@ class HiSparseCoordinator:
         self._max_step_tokens = max_step_tokens
         self.num_waits = 0  # since start: requests told to wait for copies rather than preempt
         self.num_passed = 0  # since start: requests admitted before earlier ones, see `queueing.py`
+        self.num_published = 0  # since start: pages that lookups found from then on, on either tier
         self.outbox = Outbox(layout.max_requests, self.leases)
         # For a step with drafts vLLM reserves blocks in every group; the source and indexer groups are two.
         has_drafts = config.verify_rows > 1

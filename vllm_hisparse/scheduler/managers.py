@@ -151,6 +151,7 @@ class SourceManager(FullAttentionManager):
             return
         if (page + 1) * self.block_size <= len(request.block_hashes) * self.host_pool.hash_block_size:
             self.host_pool.publish(request, page, block, self.block_size)
+            self.coordinator.num_published += 1
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Host leases of written pages. Those of copies in flight stay with their transfer."""
@@ -278,6 +279,8 @@ class ResidentManager(SingleTypeKVCacheManager):
                 self.coordinator.arrived(request_id, cached, full),
             )
             self.num_cached_block[request_id] = full
+            if self.part == 0:
+                self.coordinator.num_published += full - cached
 
     def has_passed(self, request_id: str, page: int) -> bool:
         """Whether `cache_blocks` has seen the page as a full one; then it does not look at it again."""

@@ -52,7 +52,7 @@ class QueueOrder:
 
     def look_up(self, request: Request, *limits: Any) -> tuple[KVCacheBlocks, int, int]:
         """See `KVCacheManager.get_computed_blocks`; nothing for a request that is not admitted anyway."""
-        if self._coordinator.refusal.stands():
+        if self._coordinator.refusal.stands(request.request_id):
             return self._nothing, 0, 0
         if request.request_id in self._stay_put_off:
             if self._coordinator.records and self._costs_kept(request):
@@ -64,7 +64,7 @@ class QueueOrder:
         """Whether the request has to let others pass. `num_computed_tokens`: of its prefix hit."""
         if request.request_id in self._stay_put_off:
             return True
-        if self._coordinator.refusal.stands():
+        if self._coordinator.refusal.stands(request.request_id):
             return False  # it is refused
         is_warm = _is_warm_hit(request, num_computed_tokens)
         if request is self._warm and not is_warm:

@@ -2,8 +2,8 @@
 
 vLLM asks about the request at the head of its queue in every step, and looks its prefix up for that: work
 that grows with the prompt, in steps that are all alike. Whether there is room can only have changed if as
-many blocks as it lacked came free or can be reclaimed since, or if requests came, started or ended. Until
-then the answer is known.
+many blocks as it lacked came free, can be reclaimed or were found to hold its prefix since, or if requests
+came, started or ended. Until then the answer is known.
 """
 
 from typing import TYPE_CHECKING
@@ -17,17 +17,19 @@ MAX_AGE = 16  # steps: a prefix may have grown meanwhile, here or with another c
 
 
 class Refusal:
-    """The last refusal of one engine. Whoever is at the head of the queue: nobody else is asked about."""
+    """The last refusal of one engine. vLLM asks about nobody behind the request that was refused."""
 
     def __init__(self, coordinator: "HiSparseCoordinator") -> None:
         self._coordinator = coordinator
+        self._request_id = ""
         self._num_missing = 0  # device blocks that the request lacked; 0: there is no refusal
         self._num_gained = 0  # by `_gains` then
         self._limits = (0, 0, 0)  # by `_what_else` then
         self._age = 0
 
-    def note(self, num_wanted: int) -> None:
-        """vLLM could not admit a request that holds no blocks, which wanted so many of the device."""
+    def note(self, request_id: str, num_wanted: int) -> None:
+        """vLLM could not admit the request, which holds no blocks and wanted so many of the device."""
+        self._request_id = request_id
         self._num_missing = num_wanted - self._coordinator.pool.get_num_free_blocks()
         self._num_gained = self._gains()
         self._limits = self._what_else()
@@ -43,9 +45,9 @@ class Refusal:
         if self._age >= MAX_AGE:
             self.lift()
 
-    def stands(self) -> bool:
-        """Whether the request would be refused again."""
-        if self._num_missing <= 0:
+    def stands(self, request_id: str) -> bool:
+        """Whether the request has been refused and would be again."""
+        if self._num_missing <= 0 or request_id != self._request_id:
             return False
         gained = self._gains() - self._num_gained
         limits = zip(self._what_else(), self._limits, strict=True)
@@ -58,10 +60,12 @@ class Refusal:
         return self._num_missing > 0
 
     def _gains(self) -> int:
-        """Blocks that are free, and at most so many that could be reclaimed since start: a page each."""
-        coordinator = self._coordinator
-        clean = coordinator.reclaimer.num_clean * coordinator.layout.num_parts
-        return coordinator.pool.get_num_free_blocks() + clean
+        """Blocks that are free; at most so many that could be reclaimed since start, a page each; and at most
+        so many, with keys, that a prefix hit has grown by.
+        """
+        coordinator, num_parts = self._coordinator, self._coordinator.layout.num_parts
+        found = coordinator.num_published * (num_parts + 1)
+        return coordinator.pool.get_num_free_blocks() + coordinator.reclaimer.num_clean * num_parts + found
 
     def _what_else(self) -> tuple[int, int, int]:
         """What else there can be more of, so that less is wanted or more can be reclaimed."""

@@ -47,14 +47,14 @@ class SteadySlots:
         """See `KVCacheManager.allocate_slots`. Running requests are those without further arguments."""
         if args or kwargs:
             is_newcomer = request.request_id not in self._records
-            if is_newcomer and self._refusal.stands():
+            if is_newcomer and self._refusal.stands(request.request_id):
                 return None
             num_kept = kwargs.get("reserved_blocks", 0) + self._watermark
             blocks = self._ask(
                 num_kept, request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **kwargs
             )
             if is_newcomer and blocks is None:
-                self._refusal.note(self._num_wanted)
+                self._refusal.note(request.request_id, self._num_wanted)
             return blocks
         end = request.num_computed_tokens + num_new_tokens
         record = self._records.get(request.request_id)
