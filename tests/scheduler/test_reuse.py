@@ -72,7 +72,41 @@ def test_what_is_kept_is_bounded(make_rig: Any) -> None:
     run_one(rig, "a", range(48))
     assert rig.coordinator.pool.get_num_free_blocks() == 60
     assert order.num_spare() == 60 - 6
-    assert order.num_spare(ceiling=50) >= 50
+    assert order.num_unkept == 60 - order.num_kept < 60 - 6
+
+
+def test_what_is_kept_is_counted_as_blocks_come_and_go(make_rig: Any) -> None:
+    rig = make_rig(**POOL, low=0.0)
+    run_one(rig, "a", range(48))
+    pool, order = rig.coordinator.pool, rig.coordinator.leases.order
+    kept = [b for b in pool.free_block_queue.get_all_free_blocks() if order._is_kept(b)]
+    num_kept = order.num_kept
+    assert num_kept == len(kept) >= 12  # the keys of twelve pages
+
+    def changed_by(count: int) -> None:
+        order.check_integrity()
+        assert order.num_kept == num_kept + count
+
+    pool.touch(kept[:3])
+    changed_by(-3)
+    pool.touch(kept[:4])
+    changed_by(-4)
+    pool.free_blocks([*kept[:3], *kept[:3], rig.coordinator.host_pool.null_block])
+    changed_by(-1)
+    pool.free_blocks(kept[3:4])
+    changed_by(0)
+    for _ in range(2):
+        pool.evict_blocks({b.block_id for b in kept[:2]})
+        changed_by(-2)
+    with pytest.raises(ValueError, match="free blocks"):
+        pool.get_new_blocks(61)
+    changed_by(-2)
+    taken = pool.get_new_blocks(60 - 5)  # the last five are the four that were in use, and one before
+    changed_by(3 - num_kept)
+    pool.free_blocks(taken)
+    changed_by(3 - num_kept)
+    assert pool.reset_prefix_cache()
+    changed_by(-num_kept)
 
 
 def test_host_pages_are_published_with_events(make_rig: Any) -> None:

@@ -110,3 +110,4 @@ def _check_device_leases(coordinator: "HiSparseCoordinator", retained: Iterable[
             assert block.ref_cnt == owners[block.block_id], ("device block", block.block_id, block.ref_cnt)
     num_free = sum(b.ref_cnt == 0 and not b.is_null for b in pool.blocks)
     assert num_free == pool.get_num_free_blocks(), "device blocks lost"
+    coordinator.leases.order.check_integrity()

@@ -68,7 +68,6 @@ class Pressure:
     def note_adoption(self, record: Record) -> None:
         """The request starts on a prefix hit. The step that hits a page may be the one that writes it."""
         self._fresh.add(record)
-        self._order.is_stale = True  # what was kept may be in use again
         self._reclaimer.note_clean(record)
 
     def note_change(self) -> None:
@@ -109,12 +108,11 @@ class Pressure:
         self._fresh.discard(record)
         self.regions.held.pop(record, None)
         self._reclaimer.forget(record)
-        self._order.is_stale = True
         self.note_change()
 
     def relieve(self) -> None:
         """Return leases until the low watermark is reached again."""
-        self._reach_low(self._order.num_spare(self.low))
+        self._reach_low(self._order.num_spare())
 
     def _reach_low(self, num_spare: int) -> None:
         """Reclaim what `num_spare` lacks; what is kept for prefixes stays on top of it."""
@@ -142,7 +140,7 @@ class Pressure:
 
         `is_waited_for`: a request could not be admitted; with copies there is something to reclaim for it.
         """
-        free = self._order.num_spare(self.high + 1)
+        free = self._order.num_spare()
         self._note_level(free)
         if free < self._copy_below or self._is_short or is_waited_for:
             self._materialise()
@@ -153,7 +151,7 @@ class Pressure:
         if free < self.low:
             self.regions.take_grown(self.low - free - self._num_returning())
             self._reach_low(free + self._num_returning())
-            self.regions.take_excess(self.low - self._order.num_spare(self.low) - self._num_returning())
+            self.regions.take_excess(self.low - self._order.num_spare() - self._num_returning())
         elif free > self.high and self.regions.held and not self._always_host:
             self._restore()
             self.regions.grow(self._order.num_spare() - self.high)

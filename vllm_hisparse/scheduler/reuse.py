@@ -4,10 +4,11 @@ vLLM's free queue is in order of use. To us the loss of a block costs one of thr
 empty; reads from the host, if its page is there too; or a prefix, if only the device has it. The keys of the
 indexer are on the device alone, and without them a prefix hit on the host's pages is worth nothing. So pages
 that the host has go right after empty blocks. What ended requests have left on the device alone goes last,
-and, up to a share of the pool, does not count as free at the watermarks.
+and, up to a share of the pool, does not count as free at the watermarks. It is counted as blocks come and go:
+a pass over the free queue for every request that starts or ends takes milliseconds in a large pool.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 
 from vllm.v1.core.block_pool import BlockPool
@@ -17,7 +18,7 @@ __all__ = ["ReuseOrder"]
 
 
 class ReuseOrder:
-    """The free queue of one device pool.
+    """The free queue of one device pool, whose blocks are taken, touched, freed and evicted by way of here.
 
     Blocks that are released go to its end, as vLLM has it, and are brought forward when the empty blocks at
     its head are about to run out. An allocation looks at no more blocks for that than it takes, and a block
@@ -27,11 +28,12 @@ class ReuseOrder:
     def __init__(self, pool: BlockPool, kept_share: float) -> None:
         self._pool = pool
         self._max_kept = int(kept_share * pool.num_gpu_blocks)
-        self._num_kept = 0  # when it was last counted
-        self.is_stale = False  # ended requests have left something behind since then
+        self.num_kept = 0  # free blocks that hold what the host does not have
         self._released: dict[int, KVCacheBlock] = {}  # since they were last brought forward, in that order
-        self._take = pool.get_new_blocks
-        pool.get_new_blocks = self.take
+        self._take, self._touch, self._free_blocks = pool.get_new_blocks, pool.touch, pool.free_blocks
+        self._evict, self._reset = pool.evict_blocks, pool.reset_prefix_cache
+        pool.get_new_blocks, pool.touch, pool.free_blocks = self.take, self.touch, self.free
+        pool.evict_blocks, pool.reset_prefix_cache = self.evict, self.reset
 
     def release(self, blocks: Sequence[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]) -> None:
         """Give back leases on blocks whose page the host has or is about to have."""
@@ -40,13 +42,58 @@ class ReuseOrder:
             self._released.pop(block.block_id, None)
             self._released[block.block_id] = block
 
+    def num_spare(self) -> int:
+        """Free blocks without those that are kept for prefixes."""
+        free = self._pool.get_num_free_blocks()
+        return free - min(self.num_kept, self._max_kept, free)
+
+    @property
+    def num_unkept(self) -> int:
+        """Free blocks without any that hold prefixes, however many these are."""
+        return self._pool.get_num_free_blocks() - self.num_kept
+
+    def check_integrity(self) -> None:
+        """What is kept is what a count of the free blocks finds. Raises AssertionError."""
+        assert self.num_kept == sum(map(self._is_kept, self._free())), "kept blocks miscounted"
+
+    # ---- what is called in place of the pool's own
+
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
-        """See `BlockPool.get_new_blocks`, in whose place vLLM calls it."""
+        """See `BlockPool.get_new_blocks`."""
         if self._released:
             empty = list(islice(takewhile(self._is_empty, self._free()), num_blocks))
             if len(empty) < num_blocks:
                 self._bring_forward(empty)
-        return self._take(num_blocks)
+        num_kept = sum(map(self._is_kept, islice(self._free(), num_blocks))) if self.num_kept else 0
+        blocks = self._take(num_blocks)
+        self.num_kept -= num_kept
+        return blocks
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """See `BlockPool.touch`."""
+        if self.num_kept:
+            self.num_kept -= sum(map(self._is_kept, _once(blocks)))
+        self._touch(blocks)
+
+    def free(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """See `BlockPool.free_blocks`. Blocks of other pools may be among them; it passes them on."""
+        blocks = list(ordered_blocks)
+        self._free_blocks(blocks)
+        self.num_kept += sum(map(self._is_kept, _once(b for b in blocks if b.pool is self._pool)))
+
+    def evict(self, block_ids: set[int]) -> None:
+        """See `BlockPool.evict_blocks`."""
+        self.num_kept -= sum(self._is_kept(self._pool.blocks[block_id]) for block_id in block_ids)
+        self._evict(block_ids)
+
+    def reset(self) -> bool:
+        """See `BlockPool.reset_prefix_cache`."""
+        done = self._reset()
+        if done:
+            self.num_kept = 0
+        return done
+
+    # ---- inside
 
     def _bring_forward(self, empty: list[KVCacheBlock]) -> None:
         """Put what was released behind the queue's `empty` blocks, the last first."""
@@ -58,30 +105,9 @@ class ReuseOrder:
             queue.remove(block)
         queue.prepend_n(moved)
 
-    def num_spare(self, ceiling: int | None = None) -> int:
-        """Free blocks without those that are kept for prefixes.
-
-        Counts anew, in O(free blocks), only if requests have ended or started on a prefix since the last
-        time. A number of at least `ceiling`, where there is one, may be too low.
-        """
-        free = self._pool.get_num_free_blocks()
-        if ceiling is not None and free - self._max_kept >= ceiling:
-            return free - self._max_kept
-        return free - min(self._count_kept(), self._max_kept, free)
-
-    @property
-    def num_unkept(self) -> int:
-        """Free blocks without any that hold prefixes, however many these are; counts as `num_spare`."""
-        return max(self._pool.get_num_free_blocks() - self._count_kept(), 0)
-
-    def _count_kept(self) -> int:
-        if self.is_stale:
-            self.is_stale = False
-            self._num_kept = sum(1 for block in self._free() if not self._is_spare(block))
-        return self._num_kept
-
-    def _is_spare(self, block: KVCacheBlock) -> bool:
-        return block.block_hash is None or self._is_watched(block)
+    def _is_kept(self, block: KVCacheBlock) -> bool:
+        """Whether a block of the pool is free and holds what the host does not have."""
+        return block.ref_cnt == 0 and block.block_hash is not None and not self._is_watched(block)
 
     def _is_empty(self, block: KVCacheBlock) -> bool:
         return block.block_hash is None and not self._is_watched(block)
@@ -97,3 +123,7 @@ class ReuseOrder:
         while block is not None and block is not queue.fake_free_list_tail:
             yield block
             block = block.next_free_block
+
+
+def _once(blocks: Iterable[KVCacheBlock]) -> Iterable[KVCacheBlock]:
+    return {block.block_id: block for block in blocks}.values()
