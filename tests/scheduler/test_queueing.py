@@ -222,9 +222,8 @@ def test_those_that_wait_are_looked_up_once_in_a_while(crowded: Any, monkeypatch
 
     queue._reconsider()
     assert ask() == [True] * 6
-    assert (
-        len(lookups) == 6 + 6 + 2
-    )  # and the first one's warm one, found last, its first keys before the rest
+    # And the first one's warm one, found last, its first keys before the rest.
+    assert len(lookups) == 6 + 6 + 2
     for _ in range(MAX_AGE - 1):
         assert ask() == [True] * 6
     assert len(lookups) == 14

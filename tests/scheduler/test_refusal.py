@@ -75,11 +75,8 @@ def test_it_is_asked_about_as_soon_as_something_has_changed(make_rig: Any, event
 def test_it_is_asked_about_once_it_could_have_what_it_lacked(make_rig: Any) -> None:
     """Blocks that came free and pages that the host has got count alike; fewer change nothing."""
     rig = crowded(make_rig)
-    pool, reclaimer, running = (
-        rig.coordinator.pool,
-        rig.coordinator.reclaimer,
-        rig.coordinator.records["runs"],
-    )
+    pool, reclaimer = rig.coordinator.pool, rig.coordinator.reclaimer
+    running = rig.coordinator.records["runs"]
     held = pool.get_new_blocks(2)
     refusal = refuse(rig, 4)
     pool.free_blocks(held)

@@ -86,7 +86,7 @@ def test_nothing_is_computed_again_if_keys_are_offloaded(tmp_path: Path) -> None
     rig.num_misses = 400
     draw = random.Random(7)
     prompts = [[draw.randrange(5, 31000) for _ in range(num_pages * page - 2 * i)] for i in range(REQUESTS)]
-    computed, batches = 0, []
+    batches: list[int] = []
     for name, max_tokens in (("first", 32), ("second", 120)):
         for i, prompt in enumerate(prompts):
             rig.add(f"{name}-{i}", prompt, max_tokens=max_tokens)

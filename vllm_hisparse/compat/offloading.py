@@ -167,10 +167,8 @@ class _PostponedLoads:
         self._matched.clear()
 
     def _hold(self, request_id: str, tokens: range) -> None:
-        manager, status = (
-            self._scheduler.manager,
-            self._scheduler._req_status[request_id],
-        )  # locked by the step
+        manager = self._scheduler.manager  # locked by the step
+        status = self._scheduler._req_status[request_id]
         keys: list[Any] = []
         for group, state in zip(self._scheduler.config.kv_group_configs, status.group_states, strict=True):
             chunk_tokens = group.tokens_per_chunk

@@ -56,10 +56,10 @@ class GroupResolver:
         self._layer_part = runtime.memory.layers.part[self.layers].contiguous()
         self._result = result
         self._plan_count = runtime.misses.rows[group]
-        self._prefetches = runtime.config.prefetch or len(self.layers) == 1
-        # Rows of single layers, and where the plan finds them: only without prefetch.
-        self._layer_rows = self._host_rows.view(-1, runtime.layout.row_bytes)
-        self._planned_rows = None if self._prefetches else torch.zeros_like(result.plan_host_row)
+        # Rows of single layers, and where the plan finds them: none with prefetch, or for one layer.
+        self._layer_rows = self._host_rows.view(-1, layout.row_bytes)
+        prefetches = runtime.config.prefetch or len(self.layers) == 1
+        self._planned_rows = None if prefetches else torch.zeros_like(result.plan_host_row)
         self._counters = runtime.counters.rows[group]
 
     def resolve(self, topk: torch.Tensor, query_start: torch.Tensor) -> None:
@@ -96,7 +96,7 @@ class GroupResolver:
             max_query_rows=runtime.config.verify_rows,
             policy=ops.Policy[runtime.config.policy.upper()],
         )
-        if not self._prefetches:
+        if self._planned_rows is not None:
             self.fetch_layer(0)
             return
         ops.fetch_selected(

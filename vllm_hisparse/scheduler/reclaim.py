@@ -60,9 +60,8 @@ class Reclaimer:
         self._is_exhausted = False
 
     def forget(self, record: Record) -> None:
-        """The request is gone."""
+        """The request is gone, which is a change to be noted."""
         self.victims.clean.pop(record, None)
-        self.note_change()
 
     def num_reclaimable(self, missing: int, hit: Hit = NO_HIT, newcomer: Record | None = None) -> int:
         """Blocks, net of regions, that `reclaim` would free once `hit` is adopted, counted up to `missing`.

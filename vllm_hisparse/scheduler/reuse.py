@@ -44,8 +44,7 @@ class ReuseOrder:
 
     def num_spare(self) -> int:
         """Free blocks without those that are kept for prefixes."""
-        free = self._pool.get_num_free_blocks()
-        return free - min(self.num_kept, self._max_kept, free)
+        return self._pool.get_num_free_blocks() - min(self.num_kept, self._max_kept)
 
     @property
     def num_unkept(self) -> int:
