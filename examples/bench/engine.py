@@ -10,9 +10,9 @@ layer reading its own rows (`by_layer`: `prefetch` off).
 
 The first round of the prompts fills the caches; figures are medians of the rounds behind it. A round longer
 than `--limit-s` is cut off, its figures are of what it did until then, and `finished` is false. With
-`--at-once`, engines of a scenario take turns, round by round. `cpu_ms` is what the engine's thread computes
-in a decode step, `waits` how often it gives up its core; `lead_s` is the time until as many decode as ever
-will.
+`--at-once`, engines of a scenario take turns, round by round. Of a decode step, `cpu_ms` is what the engine's
+thread computes, `waits` how often it gives up its core, `graph_ms` what the GPU takes for the forward;
+`lead_s` is the time until as many decode as ever will.
 
 Models have eight layers of real sizes and random weights: "separate" runs an indexer in every layer, "shared"
 one for four.
@@ -47,7 +47,7 @@ SCENARIOS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "pressure": (("offload", "ours", "ours_keys", "in_tree"), PRESSURE),
     "replayed": (
         ("ours_skip_io", "ours", "ours_by_layer"),
-        PRESSURE | {"churn": 0.134, "num_tokens": 512, "host_gib": 8.0},
+        PRESSURE | {"churn": 0.134, "num_tokens": 512, "host_gib": 8.0, "rounds": 5},
     ),
     "long": (
         ("ours",),
@@ -62,7 +62,7 @@ SCENARIOS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
 }
 MEASURED = (
-    "tokens_per_s", "tpot_ms", "mean_step_ms", "cpu_ms", "waits", "decode_batch", "decode_steps",
+    "tokens_per_s", "tpot_ms", "mean_step_ms", "cpu_ms", "graph_ms", "waits", "decode_batch", "decode_steps",
     "preemptions", "hit_rate", "lead_s", "seconds",
 )  # fmt: skip
 COLUMNS = ("model", "scenario", "impl", "batch", "context", *MEASURED[:-1], "finished", "start_s")

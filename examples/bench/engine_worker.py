@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
+
+from watching import GraphTimes, RoundCutOff, Schedule
 
 NUM_LOGPROBS = 4
 # HiSparse computes prefills with the sparse kernels; so does what it is compared with.
@@ -60,44 +61,6 @@ class Run:
     high: float = 0.20
     indexer_pages: int = 0  # 0: the planner's choice
     always_host: bool = False
-
-
-class RoundCutOff(Exception):
-    """A round has taken longer than its limit."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step as it was scheduled."""
-
-    at: float  # seconds of time.perf_counter
-    cpu: float  # seconds that the engine's thread has computed
-    waits: int  # times that it has given up its core
-    tokens: tuple[int, ...]  # of each request
-
-
-class Schedule:
-    """When each step was scheduled and of what, seen at vLLM's scheduler."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self.steps: list[Step] = []
-        self.deadline = float("inf")  # of time.perf_counter
-        schedule = scheduler.schedule
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if time.perf_counter() > self.deadline:
-                raise RoundCutOff
-            output = schedule(*args, **kwargs)
-            tokens = tuple(output.num_scheduled_tokens.values())
-            waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-            self.steps.append(Step(time.perf_counter(), time.thread_time(), waits, tokens))
-            return output
-
-        scheduler.schedule = watched
-
-    def take(self) -> list[Step]:
-        steps, self.steps = self.steps, []
-        return steps
 
 
 def engine_options(run: Run) -> dict[str, Any]:
@@ -208,7 +171,9 @@ def make_model(run: Run) -> Path:
     return models.make_model(Path(run.models), model)
 
 
-def measure(llm: Any, run: Run, schedule: Schedule, counters: Any, num_tokens: int = 0) -> dict[str, Any]:
+def measure(
+    llm: Any, run: Run, schedule: Schedule, graphs: GraphTimes, counters: Any, num_tokens: int = 0
+) -> dict[str, Any]:
     """One round: all prompts at once, each for `num_tokens` (0: the run's).
 
     Cut off, it reports what it saw.
@@ -225,6 +190,7 @@ def measure(llm: Any, run: Run, schedule: Schedule, counters: Any, num_tokens: i
     )
     before = counters()
     schedule.take()
+    graphs.take_ms()
     given = prompts(run)
     begin = time.perf_counter()
     schedule.deadline = begin + (run.limit_s or float("inf"))
@@ -233,7 +199,7 @@ def measure(llm: Any, run: Run, schedule: Schedule, counters: Any, num_tokens: i
     except RoundCutOff:
         results = []
     seconds = time.perf_counter() - begin
-    steps = schedule.take()
+    steps, graph_ms = schedule.take(), graphs.take_ms()
     num_produced = (
         run.requests * num_tokens if results else sum(step.tokens.count(1) for step in steps)
     )  # of a round cut off: decodes
@@ -259,6 +225,7 @@ def measure(llm: Any, run: Run, schedule: Schedule, counters: Any, num_tokens: i
         "tpot_ms": round(median(took) * 1e3, 3) if took else None,
         "mean_step_ms": round(fmean(took) * 1e3, 3) if took else None,
         "cpu_ms": round(median(then.cpu - step.cpu for step, then in full) * 1e3, 3) if full else None,
+        "graph_ms": round(median(graph_ms), 3) if graph_ms else None,
         "waits": round(fmean(then.waits - step.waits for step, then in full), 2) if full else None,
         "preemptions": after["preemptions"] - before["preemptions"],
         "hit_rate": round((after["hits"] - before["hits"]) / looked_up, 4) if looked_up else None,
@@ -322,7 +289,7 @@ def main() -> None:
     llm = LLM(str(path), **engine_options(run))
     start_s = time.perf_counter() - begin
     core = llm.llm_engine.engine_core.engine_core
-    schedule = Schedule(core.scheduler)
+    schedule, graphs = Schedule(core.scheduler), GraphTimes()
     worker: Any = None
     if run.impl.startswith("ours"):
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -341,7 +308,7 @@ def main() -> None:
     result["rounds"] = rounds = []
     for i, turn in enumerate(turns(run)):
         with turn:
-            rounds.append(measure(llm, run, schedule, counters, 0 if i else run.first_tokens))
+            rounds.append(measure(llm, run, schedule, graphs, counters, 0 if i else run.first_tokens))
         if not rounds[-1]["finished"]:
             break
     if worker and rounds[-1]["finished"]:
