@@ -221,6 +221,7 @@ __global__ void __launch_bounds__(kFetchThreads, 1)
     }
     wait_for_dependencies();
     release_dependents();
+    pass_partial_barrier();
   } else {
     const int thread = tid - kFetchWarps * 32;
     const PlanEntries entries = prepare_plans(p, chunk, region, num_early, thread);
