@@ -80,6 +80,17 @@ def test_a_page_can_always_be_read() -> None:
     assert {S.DRAINING, S.LOOSE} == RECLAIMED
 
 
+def test_pages_come_many_at_once() -> None:
+    """Those of a prefix hit, and more of an import behind them."""
+    table = PageTable("r0")
+    table.append(S.HOST)
+    table.extend([S.HOST, S.CLEAN, S.HOST])
+    table.extend(iter([S.DIRTY]))
+    assert [table[page] for page in range(len(table))] == [S.HOST, S.HOST, S.CLEAN, S.HOST, S.DIRTY]
+    assert (table.count(S.HOST), table.count(S.CLEAN), table.count(S.DIRTY)) == (3, 1, 1)
+    table.check_integrity()
+
+
 def test_counters() -> None:
     table = PageTable("r")
     assert [table.append(s) for s in (S.DIRTY, S.CLEAN, S.HOST, S.CLEAN)] == [0, 1, 2, 3]

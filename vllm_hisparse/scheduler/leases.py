@@ -76,37 +76,45 @@ class PageLeases:
         request_id = record.request.request_id
         return tuple([rows[request_id][page] for rows in self._rows])
 
-    def entry(self, record: Record, page: int) -> PageWrite:
-        """The page's table entry as its state demands."""
-        device, host, _ = STATES[record.pages[page]]
-        if device in (Device.LEASED, Device.LOOSE):
-            blocks = tuple(b.block_id for b in self.device_blocks(record, page))
-            return PageWrite(record.slot, page, blocks, -1)
-        assert host is not Host.NONE
-        host_block = self._source.host_block(record.request_id, page)
-        return PageWrite(record.slot, page, (-1,) * self._num_parts, host_block.block_id)
+    def entries(self, record: Record, first: int, end: int) -> list[PageWrite]:
+        """Table entries of the pages [first, end), as their states demand."""
+        request_id, slot, nowhere = record.request_id, record.slot, (-1,) * self._num_parts
+        rows = [rows[request_id][first:end] for rows in self._rows]
+        writes = []
+        for page, blocks in enumerate(zip(*rows, strict=True), first):
+            device, host, _ = STATES[record.pages[page]]
+            if device in (Device.LEASED, Device.LOOSE):
+                writes.append(PageWrite(slot, page, tuple([b.block_id for b in blocks]), -1))
+                continue
+            assert host is not Host.NONE
+            host_block = self._source.host_block(request_id, page)
+            writes.append(PageWrite(slot, page, nowhere, host_block.block_id))
+        return writes
 
     # ---- a page's life
 
     def adopt(self, record: Record, blocks: Sequence[KVCacheBlock]) -> None:
         """Lease the pages of a prefix hit, on whichever tier each of them is."""
-        pages: list[list[KVCacheBlock]] = []  # device blocks
+        on_device = [self._host_pool.hit_blocks(block) for block in blocks]
+        on_host = [
+            self._host_pool.published(block) if found else block
+            for block, found in zip(blocks, on_device, strict=True)
+        ]
+        self._host_pool.touch([block for block in on_host if block is not None])
+        self._source.set_prefix(record.request_id, on_host)
+        self._pool.touch([block for found in on_device for block in found])
         nowhere = [self._pool.null_block] * self._num_parts
-        for page, block in enumerate(blocks):
-            on_device = self._host_pool.hit_blocks(block)
-            host = block if not on_device else self._host_pool.published(block)
-            if host is not None:
-                self._hold(record, page, host)
-            self._pool.touch(on_device)
-            pages.append(on_device or nowhere)
-            record.pages.append(
-                PageState.HOST if not on_device else PageState.CLEAN if host else PageState.DIRTY
-            )
-        num_host_hits = sum(on_device is nowhere for on_device in pages)
-        self.counters.device_hits += len(pages) - num_host_hits
-        self.counters.host_hits += num_host_hits
-        for manager, row in zip(self._resident, zip(*pages, strict=True), strict=True):
+        for manager, row in zip(
+            self._resident, zip(*[f or nowhere for f in on_device], strict=True), strict=True
+        ):
             manager.set_prefix(record.request_id, list(row))
+        record.pages.extend(
+            PageState.HOST if not found else PageState.CLEAN if host else PageState.DIRTY
+            for found, host in zip(on_device, on_host, strict=True)
+        )
+        num_host_hits = on_device.count([])
+        self.counters.device_hits += len(blocks) - num_host_hits
+        self.counters.host_hits += num_host_hits
 
     def spill(self, record: Record, page: int, transfer: Transfer) -> bool:
         """Copy a dirty page to the host with `transfer`, unless another request has published it there
@@ -267,7 +275,8 @@ class PageLeases:
         if not self._changed:
             return []
         changed, self._changed = self._changed, {}
-        return [self.entry(record, page) for record, page in changed if record.alive and record.slot >= 0]
+        known = [(record, page) for record, page in changed if record.alive and record.slot >= 0]
+        return [entry for record, page in known for entry in self.entries(record, page, page + 1)]
 
     def take_reused(self) -> list[int]:
         """Transfers whose blocks were handed out again since the last call: the coming forward must wait for

@@ -130,6 +130,10 @@ class SourceManager(FullAttentionManager):
         """No cascade attention over pages that may leave."""
         return 0
 
+    def set_prefix(self, request_id: str, blocks: Sequence[KVCacheBlock | None]) -> None:
+        """Host copies of a prefix hit's pages, already leased; None for a page that has none."""
+        self.req_to_blocks[request_id].extend([block or self._null_block for block in blocks])
+
     def hold(self, request_id: str, page: int, block: KVCacheBlock) -> None:
         """The request now leases `block` as the host copy of `page`."""
         blocks = self.req_to_blocks[request_id]

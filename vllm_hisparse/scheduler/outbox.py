@@ -86,7 +86,7 @@ class Outbox:
     def _take_pages(self) -> list[PageWrite]:
         pages = self._leases.take_changes()
         for record in [r for r in self.grown if r.slot >= 0] if self.grown else ():
-            pages += [self._leases.entry(record, page) for page in range(record.num_sent, len(record.pages))]
+            pages += self._leases.entries(record, record.num_sent, len(record.pages))
             record.num_sent = len(record.pages)
             del self.grown[record]
         return pages

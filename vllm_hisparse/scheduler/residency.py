@@ -6,6 +6,7 @@ exists. Both are columns of `STATES`; everything that may happen is a row of `TR
 calls `PageTable.advance`.
 """
 
+from collections.abc import Iterable
 from enum import Enum, IntEnum
 
 __all__ = [
@@ -177,8 +178,8 @@ class IllegalTransition(RuntimeError):
 class PageTable:
     """States of one request's pages, indexed by page number from the start of the context.
 
-    Pages come into being by `append`; afterwards only `advance` changes a state, so the counters hold by
-    construction.
+    Pages come into being by `append` and `extend`; afterwards only `advance` changes a state, so the counters
+    hold by construction.
     """
 
     __slots__ = ("_counts", "_owner", "_states")
@@ -202,6 +203,13 @@ class PageTable:
         self._states.append(state)
         self._counts[state] += 1
         return len(self._states) - 1
+
+    def extend(self, states: Iterable[PageState]) -> None:
+        """`append` each of them."""
+        first = len(self._states)
+        self._states.extend(states)
+        for state in PageState:
+            self._counts[state] += self._states.count(state, first)
 
     def advance(self, page: int, event: Event) -> PageState:
         """Apply `event` to `page` and return its new state.
