@@ -1,5 +1,7 @@
 """vLLM's connector interface: dispatch by role and forwarding, nothing else."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
 
 from .config import HiSparseConfig, read_options
 from .engine_checks import validate_engine
@@ -27,6 +27,9 @@ from .metrics import HiSparsePromMetrics, HiSparseStats
 from .planning.layout import layout_from
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.request import Request
+
     from .scheduler.coordinator import HiSparseCoordinator
     from .scheduler.queueing import QueueOrder
     from .scheduler.sampler import SchedulerSampler
@@ -144,12 +147,12 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info("HiSparse: %s", line)
 
     @property
-    def _scheduler(self) -> "HiSparseCoordinator":
+    def _scheduler(self) -> HiSparseCoordinator:
         assert self.coordinator is not None, "scheduler call before the KV cache manager was bound"
         return self.coordinator
 
     @property
-    def _admissions(self) -> "QueueOrder":
+    def _admissions(self) -> QueueOrder:
         assert self._queue is not None, "scheduler call before the KV cache manager was bound"
         return self._queue
 
@@ -228,7 +231,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             runtime.recorder = Recorder(runtime)
 
     @property
-    def _rank(self) -> "HiSparseWorker":
+    def _rank(self) -> HiSparseWorker:
         assert self.worker is not None, "worker call before the KV caches were registered"
         return self.worker
 

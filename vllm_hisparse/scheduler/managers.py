@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 from vllm.v1.request import Request
@@ -18,12 +17,14 @@ from vllm.v1.request import Request
 from .host_pool import HostPool, OneBlock
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
     from .coordinator import HiSparseCoordinator
 
 __all__ = ["ResidentManager", "SourceManager", "join"]
 
 
-def join(manager: KVCacheManager) -> "HiSparseCoordinator":
+def join(manager: "KVCacheManager") -> "HiSparseCoordinator":
     """The coordinator that HiSparseConnector has bound to vLLM's `manager`, for a connector beside it."""
     managers = manager.coordinator.single_type_managers
     coordinator = next(m for m in managers if isinstance(m, SourceManager)).coordinator
