@@ -255,12 +255,14 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         self._rank.end_step()
 
     def shutdown(self) -> None:
-        """The engine ends: write what was recorded, and give the host pool back."""
-        if self.worker is None:
+        """The engine ends: write what was recorded, and give the host pool back, which is there before the KV
+        caches are.
+        """
+        if self.role is not KVConnectorRole.WORKER:
             return
         from .runtime.host_memory import release_host_memory
 
-        if self.worker.runtime.recorder is not None:
+        if self.worker is not None and self.worker.runtime.recorder is not None:
             self.worker.runtime.recorder.write()
         release_host_memory()
 

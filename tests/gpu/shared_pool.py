@@ -37,6 +37,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
     memory = HostMemory(4 * NUM_INTS, True, dist.group.WORLD)
+    memory.wait()
     turns: Any = memory.turns
     assert turns.num_ranks == NUM_RANKS and turns.is_writer == (rank == 0)
     if rank == deaf:

@@ -31,6 +31,7 @@ _FLASHMLA = dict.fromkeys([(0, 32), (0, 33)], "vllm.v1.attention.backends.mla.fl
 _OFFLOADING = dict.fromkeys(
     [(0, 32), (0, 33)], "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 )
+_WORKER = dict.fromkeys([(0, 32), (0, 33)], "vllm.v1.worker.gpu_worker")
 _INDEX_GROUP = dict.fromkeys([(0, 32), (0, 33)], "vllm.v1.attention.backends.mla.index_group")
 
 LEDGER = (
@@ -65,6 +66,14 @@ LEDGER = (
         replacement="planning.groups:resolve_specs",
         why="one spec for every pseudo layer of the resident groups",
         drop_when="the planner accepts layers that have no attention module",
+    ),
+    Seam(
+        symbol="Worker.load_model",
+        modules=_WORKER,
+        parameters=("self", "load_dummy_weights"),
+        replacement="runtime.loading:load_model",
+        why="the host pool is taken while weights load; with HiSparse off it adds nothing",
+        drop_when="a connector is told before the model is loaded",
     ),
     Seam(
         symbol="init_hisparse_kv_cache",

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -13,6 +12,7 @@ from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.planning.layout import Layout, layout_from
 from vllm_hisparse.planning.specs import ResidentSpec
 
+from .host_sharing import replica
 from .index_group import HiSparseIndexGroup
 from .layer import LayerHandle
 from .runtime import HiSparseRuntime
@@ -50,7 +50,7 @@ def init_kv_cache(
         _check_backends(forward_context)
     ops.load_library("cuda" if device.type == "cuda" else "cpu")
     layout = layout_from(vllm_config, kv_cache_config)
-    runtime = HiSparseRuntime(layout, HiSparseConfig.from_vllm_config(vllm_config), device, _replica())
+    runtime = HiSparseRuntime(layout, HiSparseConfig.from_vllm_config(vllm_config), device, replica())
     _check_sharing(runtime, kv_cache_config)
     slot_mappings = {
         group.kv_cache_spec.part: block_tables.slot_mappings[i]
@@ -87,12 +87,6 @@ def _check_backends(forward_context: dict[str, Any]) -> None:
                 f"got attention backend {type(layer.impl).__name__}; need --attention-backend "
                 "FLASHMLA_SPARSE because prefills over context on the host are staged there"
             )
-
-
-def _replica() -> dist.ProcessGroup | None:
-    """The ranks that hold the same rows; None for a single one."""
-    group = get_tp_group()
-    return group.cpu_group if group.world_size > 1 else None
 
 
 def _check_sharing(runtime: HiSparseRuntime, kv_cache_config: KVCacheConfig) -> None:

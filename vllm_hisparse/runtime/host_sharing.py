@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from vllm.distributed import get_tp_group
 
-__all__ = ["NAME", "SharedMap", "map_private", "map_shared", "node_of_this_process"]
+__all__ = ["NAME", "SharedMap", "map_private", "map_shared", "node_of_this_process", "replica"]
 
 NAME = "vllm-hisparse-host-pool"  # in /proc/PID/maps
 
@@ -26,6 +27,12 @@ class SharedMap:
     map: mmap.mmap
     rank: int  # 0 has created it
     num_ranks: int
+
+
+def replica() -> dist.ProcessGroup | None:
+    """The ranks that hold the same rows; None for a single one."""
+    group = get_tp_group()
+    return group.cpu_group if group.world_size > 1 else None
 
 
 def map_private(num_bytes: int) -> SharedMap:

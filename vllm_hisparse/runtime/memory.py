@@ -36,7 +36,7 @@ class Memory:
         size = layout.device_pool_bytes + layout.device_slack_bytes
         self.device_pool = torch.zeros(size, dtype=torch.uint8, device=device)
         host = host_memory(layout.host_pool_bytes, device.type == "cuda", group)
-        self.host_pool = host.tensor
+        self.host_pool = host.tensor[: layout.host_pool_bytes]
         self.turns = host.turns
 
     def group_host_rows(self, group: int) -> torch.Tensor:
