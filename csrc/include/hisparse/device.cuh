@@ -44,24 +44,6 @@ __device__ __forceinline__ T load_current(const T* address) {
   return __ldcg(address);
 }
 
-// A barrier of kThreads threads of the CTA, which the others pass by `pass_partial_barrier`. kBarrier: not 0, which is
-// that of __syncthreads. compute-sanitizer's racecheck takes what its threads do next to be before the barrier that the
-// others have passed last; HISPARSE_RACECHECK makes it one of the whole CTA (docs/kernel.md).
-template <int kBarrier, int kThreads>
-__device__ __forceinline__ void partial_barrier() {
-#ifdef HISPARSE_RACECHECK
-  __syncthreads();
-#else
-  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
-#endif
-}
-
-__device__ __forceinline__ void pass_partial_barrier() {
-#ifdef HISPARSE_RACECHECK
-  __syncthreads();
-#endif
-}
-
 __device__ __forceinline__ unsigned lanes_below(int lane) { return (1u << lane) - 1u; }
 
 // Exclusive prefix over the warp of a value in [0, kMax], and the warp's total. One ballot a bit instead of a shuffle

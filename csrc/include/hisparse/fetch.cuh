@@ -97,7 +97,7 @@ __device__ __forceinline__ PlanEntries prepare_plans(const FetchParams& p, Chunk
 
 // By the plan threads, after the resolver has ended: the running sum of the plans, without those of the batch rows in
 // `is_early`, and what of the chunk the plan of its batch row has. A position that the plan has loaded is where
-// `slot_of` says, and the plan has that slot; any other slot is a hit's.
+// `slot_of` says, and the plan has that slot; any other slot is a hit's. Passes one barrier of the CTA.
 __device__ __forceinline__ void read_plans(const FetchParams& p, Chunk& chunk, const PlanEntries& entries,
                                            int batch_row, int region, uint32_t is_early, int32_t* plan_end,
                                            int* warp_total, int thread) {
@@ -136,7 +136,7 @@ __device__ __forceinline__ void read_plans(const FetchParams& p, Chunk& chunk, c
 #pragma unroll 1
     for (int i = thread + kGuessed * kPlanThreads; i < num_loaded; i += kPlanThreads) collect(load_current(slots + i));
   }
-  partial_barrier<1, kPlanThreads>();
+  __syncthreads();
   const int before = own_end - own + __reduce_add_sync(kAllLanes, lane < warp ? warp_total[lane] : 0);
 #pragma unroll 1
   for (int row = first_row; row < last_row; ++row) plan_end[row] += before;
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kFetchThreads, 1)
     }
     wait_for_dependencies();
     release_dependents();
-    pass_partial_barrier();
+    __syncthreads();  // that of read_plans, passed with rows on their way; why it is one of all: docs/kernel.md
   } else {
     const int thread = tid - kFetchWarps * 32;
     const PlanEntries entries = prepare_plans(p, chunk, region, num_early, thread);
