@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from vllm_hisparse.scheduler.refusal import MAX_AGE, Refusal
+from vllm_hisparse.scheduler.queueing import MAX_AGE
+from vllm_hisparse.scheduler.refusal import Refusal
 from vllm_hisparse.testing.scheduler import ALL, SchedulerRig
 
 TIGHT = {"num_device_blocks": 36, "num_host_blocks": 400, "max_requests": 6, "low": 0.0, "high": 0.1}

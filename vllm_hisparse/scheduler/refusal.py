@@ -3,7 +3,8 @@
 vLLM asks about the request at the head of its queue in every step, and looks its prefix up for that: work
 that grows with the prompt, in steps that are all alike. Whether there is room can only have changed if as
 many blocks as it lacked came free, can be reclaimed or were found to hold its prefix since, or if requests
-came, started or ended. Until then the answer is known.
+came, started or ended. Until then the answer is known, though for no more steps than what else is known of
+those that wait (`queueing.py`): a prefix may have grown meanwhile, here or with another connector.
 """
 
 from typing import TYPE_CHECKING
@@ -12,8 +13,6 @@ if TYPE_CHECKING:
     from .coordinator import HiSparseCoordinator
 
 __all__ = ["Refusal"]
-
-MAX_AGE = 16  # steps: a prefix may have grown meanwhile, here or with another connector
 
 
 class Refusal:
@@ -25,7 +24,6 @@ class Refusal:
         self._num_missing = 0  # device blocks that the request lacked; 0: there is no refusal
         self._num_gained = 0  # by `_gains` then
         self._limits = (0, 0, 0)  # by `_what_else` then
-        self._age = 0
 
     def note(self, request_id: str, num_wanted: int) -> None:
         """vLLM could not admit the request, which holds no blocks and wanted so many of the device."""
@@ -33,17 +31,10 @@ class Refusal:
         self._num_missing = num_wanted - self._coordinator.pool.get_num_free_blocks()
         self._num_gained = self._gains()
         self._limits = self._what_else()
-        self._age = 0
 
     def lift(self) -> None:
-        """A request has come, started or ended."""
+        """A request has come, started or ended, or what is known of prefixes is too old."""
         self._num_missing = 0
-
-    def end_step(self) -> None:
-        """The refusal is a step older."""
-        self._age += 1
-        if self._age >= MAX_AGE:
-            self.lift()
 
     def stands(self, request_id: str) -> bool:
         """Whether the request has been refused and would be again."""
