@@ -50,15 +50,18 @@ def allocate_host(num_bytes: int) -> torch.Tensor:
 
 
 def host_tables(batch: int, num_host_rows: int, in_runs: bool, seed: int = 1) -> torch.Tensor:
-    """[batch, pages] int32 host blocks: a request's in one run each, or scattered over the whole memory."""
-    blocks = num_host_rows // BLOCK_SIZE
+    """[batch, pages] int32 host blocks: a request's in one run each, or scattered over the whole memory.
+
+    Never block 0, which is vLLM's null block: its op finds no page there.
+    """
+    blocks = num_host_rows // BLOCK_SIZE - 1
     rng = np.random.default_rng(seed)
     if in_runs:
         first = rng.integers(0, max(blocks - PAGES, 1), (batch, 1))
         table = (first + np.arange(PAGES)) % blocks
     else:
         table = np.stack([rng.choice(blocks, PAGES, replace=False) for _ in range(batch)])
-    return torch.from_numpy(table.astype(np.int32)).cuda()
+    return torch.from_numpy(table.astype(np.int32) + 1).cuda()
 
 
 @dataclass(frozen=True)
