@@ -158,7 +158,7 @@ def test_the_report() -> None:
     assert steady.device == 1 + Fraction(config.num_blocks - 1 - (205 + 322), 271)
     assert 7 < steady.value < 8
     lines = startup_lines(vllm_config, layout)
-    assert len(lines) == 7
+    assert len(lines) == 8
     text = "\n".join(lines)
     for part in (
         f"device pool: {config.num_blocks} blocks of 341120 bytes",
@@ -169,6 +169,14 @@ def test_the_report() -> None:
         f"{float(steady.value):.2f} decoding (271 each)",
         "decoding is limited by device: raise gpu_memory_utilization or lower max_model_len (device 7.16, ",
         "admission is limited by device: raise gpu_memory_utilization, or lower max_num_batched_tokens (",
+        "indexer keys take 205 of the 271 device blocks that decoding needs, ",
     ):
         assert part in text, part
+    transfer = vllm_config.kv_transfer_config
+    options = {
+        "connectors": [{"kv_connector": c, "kv_role": "kv_both"} for c in ("HiSparseConnector", "Other")]
+    }
+    options["connectors"][0]["kv_connector_extra_config"] = transfer.kv_connector_extra_config
+    transfer.kv_connector, transfer.kv_connector_extra_config = "MultiConnector", options
+    assert startup_lines(vllm_config, layout) == lines[:-1]
     assert {"device", "host", "regions", "max_num_seqs"} == set(ADVICE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_hisparse.config import GIB, MIB, HiSparseConfig
+from vllm_hisparse.config import GIB, MIB, MULTI_CONNECTOR, HiSparseConfig
 
 from .bounds import Concurrency, admission_concurrency, request_blocks, steady_concurrency
 from .geometry import request_padding
@@ -23,7 +23,9 @@ ADMISSION_ADVICE = {**ADVICE, "device": "raise gpu_memory_utilization, or lower 
 
 
 def startup_lines(vllm_config: Any, layout: Layout) -> list[str]:
-    """Pools, groups, padding, hot regions, and both bounds with the resource that limits them."""
+    """Pools, groups, padding, hot regions, both bounds with the resource that limits them, and a hint where
+    indexer keys are most of what decoding needs.
+    """
     config = HiSparseConfig.from_vllm_config(vllm_config)
     padding = request_padding(layout.geometry, layout.max_positions, layout.start_hot_blocks)
     return [
@@ -31,7 +33,9 @@ def startup_lines(vllm_config: Any, layout: Layout) -> list[str]:
         _host_line(layout),
         str(padding),
         _regions_line(vllm_config, config, layout),
-    ] + [*_concurrency_lines(vllm_config, layout)]
+        *_concurrency_lines(vllm_config, layout),
+        *_keys_lines(vllm_config, layout),
+    ]
 
 
 def steady_state(vllm_config: Any, layout: Layout, hot_blocks: int | None = None) -> Concurrency:
@@ -93,4 +97,18 @@ def _concurrency_lines(vllm_config: Any, layout: Layout) -> list[str]:
         f"admission is limited by {admission.limit}: {ADMISSION_ADVICE[admission.limit]} "
         f"(device {float(admission.device):.2f}, host {float(admission.host):.2f}, "
         f"max_num_seqs {admission.max_requests})",
+    ]
+
+
+def _keys_lines(vllm_config: Any, layout: Layout) -> list[str]:
+    need = request_blocks(vllm_config, layout)
+    steady_blocks = need.steady_blocks(layout.start_hot_blocks)
+    if 2 * need.indexer_blocks <= steady_blocks:
+        return []
+    if vllm_config.kv_transfer_config.kv_connector == MULTI_CONNECTOR:
+        return []  # whoever is beside us may have them
+    return [
+        f"indexer keys take {need.indexer_blocks} of the {steady_blocks} device blocks that decoding needs, "
+        "and no prefix is found without them: an OffloadingConnector beside HiSparseConnector keeps those of "
+        "waiting prompts in host memory"
     ]
