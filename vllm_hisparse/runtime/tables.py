@@ -55,17 +55,14 @@ class PageTables:
     def write_pages(self, writes: tuple[PageWrite, ...]) -> None:
         """Apply page deltas; the last one of a page wins."""
         entries = {(w.slot, w.page): w for w in writes}.values()
-        num_parts, max_requests, max_pages = self.resident.shape
-        plane = max_requests * max_pages
-        at = [w.slot * max_pages + w.page for w in entries]
-        everywhere = [index + part * plane for part in range(num_parts) for index in at]
-        blocks = [w.device_blocks[part] for part in range(num_parts) for w in entries]
-        self._scatter(self.resident, everywhere, blocks)
-        self._scatter(self.host, at, [w.host_block for w in entries])
-
-    def _scatter(self, table: torch.Tensor, index: list[int], values: list[int]) -> None:
-        sent = self._send([index, values])
-        table.view(-1).scatter_(0, sent[0].long(), sent[1])
+        num_parts, _, max_pages = self.resident.shape
+        at, host = self._send(
+            [[w.slot * max_pages + w.page for w in entries], [w.host_block for w in entries]]
+        )
+        blocks = self._send([block for w in entries for block in w.device_blocks]).view(-1, num_parts)
+        at = at.long()
+        self.host.view(-1).scatter_(0, at, host)
+        self.resident.view(num_parts, -1).scatter_(1, at.expand(num_parts, -1), blocks.T)
 
     def write_region(self, write: RegionWrite) -> None:
         """Give a slot its region, or take it away."""
