@@ -1,5 +1,6 @@
 """A real engine takes its host pool beside the model, and the planner's pool is that one."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -64,4 +65,13 @@ def test_caches_that_are_not_allocated_leave_none(
         engine(model_path(SEPARATE), kv_transfer_config=hisparse(), **ENGINE_ARGS),
     ):
         pass
+    assert host_memory._kept is None
+
+
+def test_an_engine_that_cannot_be_planned_leaves_none(model_path: ModelPath) -> None:
+    """The pool was taken by then; vLLM ends no worker that never got its caches."""
+    options = ENGINE_ARGS | {"kv_transfer_config": hisparse(host_pool_gib=1 / 4096)}
+    with pytest.raises(Exception, match="host_pool_gib"), engine(model_path(SEPARATE), **options):
+        pass
+    gc.collect()
     assert host_memory._kept is None

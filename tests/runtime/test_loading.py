@@ -38,9 +38,13 @@ class BackgroundPinning:
         return True
 
 
+class Worker(SimpleNamespace):
+    """A plain namespace cannot be watched for its end."""
+
+
 def worker(host_pool_gib: float = 1 / 1024, *, has_hisparse: bool = True) -> Any:
     transfer = hisparse(host_pool_gib=host_pool_gib)
-    return SimpleNamespace(
+    return Worker(
         device=torch.device("cuda"),
         vllm_config=SimpleNamespace(
             attention_config=SimpleNamespace(hisparse_config=SimpleNamespace() if has_hisparse else None),
@@ -78,7 +82,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
 
 def test_pinned_while_the_model_loads(run: Callable[..., list[str]]) -> None:
-    assert run(worker()) == ["begun", "loaded, dummies True", "waited"]
+    loaded = worker()
+    assert run(loaded) == ["begun", "loaded, dummies True", "waited"]
     begun = pool._kept
     for _ in range(2):  # vLLM allocates caches twice
         assert host_memory(MIB - 5000, pinned=True) is begun, "less, in whole blocks"
@@ -109,13 +114,31 @@ def test_a_pool_that_cannot_be_pinned_ends_the_load(run: Callable[..., list[str]
     assert pool._kept is None
 
 
+def test_a_worker_that_goes_takes_what_nobody_asked_for(run: Callable[..., list[str]]) -> None:
+    """And no more: not what its KV caches use, and not what the next engine has begun."""
+    first = worker()
+    run(first)
+    del first
+    assert pool._kept is None
+    first, second = worker(), worker()
+    run(first)
+    run(second)
+    del first
+    assert pool._kept is not None
+    host_memory(MIB, pinned=True)
+    del second
+    assert pool._kept is not None
+    release_host_memory()
+
+
 def test_the_next_engine_takes_its_own(run: Callable[..., list[str]]) -> None:
     """Also in the same process: the same if it is as large, another one otherwise."""
-    run(worker())
+    workers = [worker(), worker(), worker(host_pool_gib=2 / 1024)]
+    run(workers[0])
     first = pool._kept
     host_memory(MIB - 5000, pinned=True)
-    assert "begun" not in run(worker())
+    assert "begun" not in run(workers[1])
     assert host_memory(MIB, pinned=True) is first
-    run(worker(host_pool_gib=2 / 1024))
+    run(workers[2])
     assert pool._kept is not None and pool._kept.num_bytes == 2 * MIB
     release_host_memory()

@@ -2,6 +2,7 @@
 
 import mmap
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -21,9 +22,12 @@ GIB = 2**30
 _kept: "HostMemory | None" = None
 
 
-def begin_host_memory(num_bytes: int, pinned: bool, group: dist.ProcessGroup | None = None) -> None:
+def begin_host_memory(
+    num_bytes: int, pinned: bool, group: dist.ProcessGroup | None = None
+) -> Callable[[], None]:
     """Begin to take the process's host pool, before it is known how much of it will be in whole blocks; one
-    for the ranks of `group` that are on one node.
+    for the ranks of `group` that are on one node. Returns a call that gives it back if it is still what was
+    begun here and nobody has asked for it.
 
     A collective call for `group`. It pins in the background: until `wait_for_host_memory`. Raises ValueError
     if the machine does not have the memory, before any of it is taken.
@@ -32,7 +36,16 @@ def begin_host_memory(num_bytes: int, pinned: bool, group: dist.ProcessGroup | N
     if _kept is None or (_kept.num_bytes, _kept.pinned) != (num_bytes, pinned):
         release_host_memory()
         _kept = HostMemory(num_bytes, pinned, group)
-    _kept.lent_bytes = None
+    memory = _kept
+    memory.lent_bytes = None
+    memory.num_begun += 1
+    number = memory.num_begun
+
+    def give_back() -> None:
+        if _kept is memory and memory.lent_bytes is None and memory.num_begun == number:
+            release_host_memory()
+
+    return give_back
 
 
 def wait_for_host_memory() -> None:
@@ -89,6 +102,7 @@ class HostMemory:
         self.num_bytes = num_bytes
         self.pinned = pinned
         self.lent_bytes: int | None = None  # None: it was begun, and nobody has asked for it yet
+        self.num_begun = 0  # by engines one after the other, if it is as large for each
         self._words_at = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
         def size(num_ranks: int) -> int:
