@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.interrupts import Program, interruptible, program
-from vllm_hisparse.cli.signals import Stopped, note_signals
+from vllm_hisparse.cli.signals import NUMBERS, Stopped, note_signals
 
 __all__ = ["program"]
 
@@ -38,7 +38,6 @@ def _interruptible() -> Iterator[None]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_is_the_one_that_counts(number: signal.Signals) -> None:
-    handler = signal.getsignal(number)
     with note_signals() as check:
         check()
         os.kill(os.getpid(), number)
@@ -47,7 +46,29 @@ def test_the_first_signal_is_the_one_that_counts(number: signal.Signals) -> None
             with pytest.raises(Stopped) as stopped:
                 check()
             assert stopped.value.status == 128 + number
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_nothing_is_changed_for_who_goes_on(number: signal.Signals) -> None:
+    handler = signal.getsignal(number)
+    with note_signals() as check:
+        check()
     assert signal.getsignal(number) is handler
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_who_ends_for_a_signal_is_not_disturbed(number: signal.Signals) -> None:
+    """Python's own end is one that a second Ctrl-C would fill with tracebacks."""
+
+    def end() -> None:
+        with note_signals() as check:
+            os.kill(os.getpid(), number)
+            check()
+
+    with pytest.raises(Stopped):
+        end()
+    for other in NUMBERS:
+        os.kill(os.getpid(), other)
 
 
 def test_a_signal_in_a_destructor_is_not_lost() -> None:

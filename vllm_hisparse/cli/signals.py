@@ -26,12 +26,16 @@ def note_signals() -> Iterator[Callable[[], None]]:
 
     An exception out of a handler may come while a process is being started or ended, and is lost in a
     destructor. Who starts processes makes the call instead, wherever it may wait; signals that come later
-    change nothing. One that is ignored stays ignored. For the main thread.
+    change nothing. Once the call has raised, they are ignored for good: the program is about to end, and
+    Python takes a while for that. One that is ignored stays ignored. For the main thread.
     """
     noted: list[int] = []
+    is_ending = False
 
     def check() -> None:
+        nonlocal is_ending
         if noted:
+            is_ending = True
             raise Stopped(noted[0])
 
     handlers = {number: signal.getsignal(number) for number in NUMBERS}
@@ -42,4 +46,4 @@ def note_signals() -> Iterator[Callable[[], None]]:
         yield check
     finally:
         for number in caught:
-            signal.signal(number, handlers[number])
+            signal.signal(number, signal.SIG_IGN if is_ending else handlers[number])
