@@ -62,6 +62,7 @@ SCENARIOS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         },
     ),
 }
+OF_MODEL = {("replayed", "separate"): {"kv_gib": 1.6}}  # what else a scenario has for one model
 MEASURED = (
     "tokens_per_s", "tpot_ms", "mean_step_ms", "cpu_ms", "graph_ms", "waits", "decode_batch", "decode_steps",
     "preemptions", "hit_rate", "lead_s", "seconds",
@@ -88,10 +89,8 @@ def runs(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Run]]:
                     continue  # every layer has a selection of its own
                 out = str(folder / f"{scenario}-{model}-{impl}.json")
                 run = Run(out=out, models=str(folder / "models"), impl=impl, model=model)
-                run = replace(run, limit_s=args.limit_s, **options)
-                if scenario == "replayed" and model == "separate":
-                    run = replace(run, kv_gib=2 * run.kv_gib)
-                yield scenario, run
+                chosen = options | OF_MODEL.get((scenario, model), {})
+                yield scenario, replace(run, limit_s=args.limit_s, **chosen)
 
 
 def _num_identical(result: dict[str, Any], reference: dict[str, Any]) -> int | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import resource
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class RoundCutOff(Exception):
@@ -52,6 +53,8 @@ class GraphTimes:
     """How long the GPU takes for each CUDA graph: a decode step's forward is one, where vLLM has it whole."""
 
     def __init__(self) -> None:
+        import torch
+
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         replay = torch.cuda.CUDAGraph.replay
 
@@ -66,6 +69,8 @@ class GraphTimes:
 
     def take_ms(self) -> list[float]:
         """Of every graph since the last call, once the GPU is done with them."""
+        import torch
+
         torch.cuda.synchronize()
         spans, self._spans = self._spans, []
         return [begin.elapsed_time(end) for begin, end in spans]

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from vllm.logger import init_logger
 
+from vllm_hisparse.config import GIB
+
 from .available import available_bytes
 from .host_sharing import map_private, map_shared
 from .pinning import Pinning
@@ -18,7 +20,6 @@ from .turns import PolledWords, WriteTurns
 __all__ = ["HostMemory", "begin_host_memory", "host_memory", "release_host_memory", "wait_for_host_memory"]
 
 logger = init_logger("vllm.vllm_hisparse")
-GIB = 2**30
 _kept: "HostMemory | None" = None
 
 

@@ -8,10 +8,11 @@ from threading import Event, Lock
 import torch
 from vllm.logger import init_logger
 
+from vllm_hisparse.config import GIB
+
 __all__ = ["Pinning"]
 
 logger = init_logger("vllm.vllm_hisparse")
-GIB = 2**30
 PIECE_BYTES = GIB
 # Whoever maps memory, for a library or a file of weights, waits for the calls in progress, and they hold up
 # those after them: for 64 MiB that is a hundredth of a second, for a whole piece as long as it takes.

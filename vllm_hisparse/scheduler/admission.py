@@ -93,10 +93,7 @@ class Admission:
     def _num_free_host(
         self, blocks: Sequence[KVCacheBlock], on_device: Sequence[Sequence[KVCacheBlock]]
     ) -> int:
-        on_host = [
-            self._host_pool.published(block) if page else block
-            for block, page in zip(blocks, on_device, strict=True)
-        ]
+        on_host = self._host_pool.host_copies(blocks, on_device)
         return sum(block is not None and block.ref_cnt == 0 for block in on_host)
 
     def num_admissible(self, blocks: Sequence[KVCacheBlock]) -> int:

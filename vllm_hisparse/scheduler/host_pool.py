@@ -126,6 +126,13 @@ class HostPool(BlockPool):
         assert found is not None, "a device hit has a block in every part"
         return found
 
+    def host_copies(
+        self, blocks: Sequence[KVCacheBlock], on_device: Sequence[Sequence[KVCacheBlock]]
+    ) -> list[KVCacheBlock | None]:
+        """The host block of each page of a prefix hit, by its `hit_blocks`; None for one that has none."""
+        pages = zip(blocks, on_device, strict=True)
+        return [self.published(block) if found else block for block, found in pages]
+
     def published(self, block: KVCacheBlock) -> KVCacheBlock | None:
         """The host block published under a device block's hash."""
         if block.block_hash is None or not self.num_published:

@@ -96,10 +96,7 @@ class PageLeases:
     def adopt(self, record: Record, blocks: Sequence[KVCacheBlock]) -> None:
         """Lease the pages of a prefix hit, on whichever tier each of them is."""
         on_device = [self._host_pool.hit_blocks(block) for block in blocks]
-        on_host = [
-            self._host_pool.published(block) if found else block
-            for block, found in zip(blocks, on_device, strict=True)
-        ]
+        on_host = self._host_pool.host_copies(blocks, on_device)
         self._host_pool.touch([block for block in on_host if block is not None])
         self._source.set_prefix(record.request_id, on_host)
         self._pool.touch([block for found in on_device for block in found])
@@ -124,7 +121,8 @@ class PageLeases:
         """
         blocks = self.device_blocks(record, page)
         if (published := self._host_pool.published(blocks[0])) is not None:
-            self._hold(record, page, published)
+            self._host_pool.touch([published])
+            self._source.hold(record.request_id, page, published)
             record.pages.advance(page, Event.DEDUPLICATE)
             self.counters.deduplicated += 1
             return True
@@ -286,10 +284,6 @@ class PageLeases:
         return list(reused)
 
     # ---- bookkeeping
-
-    def _hold(self, record: Record, page: int, host: KVCacheBlock) -> None:
-        self._host_pool.touch([host])
-        self._source.hold(record.request_id, page, host)
 
     def _on_reuse(self, block: KVCacheBlock) -> None:
         """The pool hands `block` out again, or is reset.

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+from vllm_hisparse.config import GIB
 from vllm_hisparse.planning.geometry import Geometry
 from vllm_hisparse.scheduler.coordinator import HiSparseCoordinator
 from vllm_hisparse.simulation.model import GLM_5_2, PAGE_TOKENS, ServedModel
@@ -16,7 +17,6 @@ from vllm_hisparse.testing.engine_config import EngineOptions, build_scheduler, 
 
 __all__ = ["EngineSize", "SchedulerSide"]
 
-GIB = 1 << 30
 CONFIG_MODEL_LEN = 1024  # what the tiny model behind vLLM's configuration takes
 
 
