@@ -21,6 +21,12 @@ from typing import Any
 from watching import GraphTimes, RoundCutOff, Schedule
 
 NUM_LOGPROBS = 4
+REPORTED = {
+    "resident": "resident_rows",
+    "hits": "hits",
+    "misses": "misses",
+    "unreadable": "unreadable_rows",
+}  # metrics that ranks in other processes report, by the name that one in this process has for them
 # HiSparse computes prefills with the sparse kernels; so does what it is compared with.
 SPARSE_PREFILLS = {"sparse_mla_force_mqa": True}  # of vLLM's attention_config
 PATTERNS = {
@@ -53,6 +59,7 @@ class Run:
     kv_cache_dtype: str = "fp8"
     cudagraph_mode: str = ""  # vLLM's default
     eager: bool = False
+    ranks: int = 1  # of tensor parallelism, a GPU each
     draft_tokens: int = 0  # ngram
     exact: bool = False  # selections without chance, so that outputs can be compared
     churn: float = 0.0  # replay selections, this much of each fresh
@@ -79,6 +86,9 @@ def engine_options(run: Run) -> dict[str, Any]:
         "disable_log_stats": False,
         "seed": 0,
     }
+    if run.ranks > 1:  # by NCCL alone: vLLM's other ways to exchange need what not every machine has
+        options |= {"tensor_parallel_size": run.ranks, "disable_custom_all_reduce": True}
+        options["compilation_config"]["pass_config"] = {"fuse_allreduce_rms": False}
     if run.cudagraph_mode:
         options["compilation_config"]["cudagraph_mode"] = run.cudagraph_mode
     if run.draft_tokens:
@@ -138,6 +148,8 @@ def prompts(run: Run) -> list[dict[str, list[int]]]:
 
 
 def patch_selections(run: Run) -> None:
+    import torch
+
     from vllm_hisparse.testing import determinism
 
     if run.exact:
@@ -155,6 +167,10 @@ def patch_selections(run: Run) -> None:
             churn=run.churn,
         )
         determinism.replay_selections(replay)
+    if run.ranks > 1 and torch.cuda.is_initialized():
+        raise RuntimeError(
+            "CUDA is initialised, so ranks are not forked and do not inherit what is patched here"
+        )
 
 
 def make_model(run: Run) -> Path:
@@ -172,7 +188,7 @@ def make_model(run: Run) -> Path:
 
 
 def measure(
-    llm: Any, run: Run, schedule: Schedule, graphs: GraphTimes, counters: Any, num_tokens: int = 0
+    llm: Any, run: Run, schedule: Schedule, graphs: GraphTimes, counters: Counters, num_tokens: int = 0
 ) -> dict[str, Any]:
     """One round: all prompts at once, each for `num_tokens` (0: the run's).
 
@@ -188,7 +204,7 @@ def measure(
         detokenize=False,
         logprobs=NUM_LOGPROBS * run.exact or None,
     )
-    before = counters()
+    before = counters.take()
     schedule.take()
     graphs.take_ms()
     given = prompts(run)
@@ -211,7 +227,7 @@ def measure(
     busiest = max((len(step.tokens) for step, _ in decoding), default=0)
     full = [(step, then) for step, then in decoding if len(step.tokens) == busiest]
     took = [then.at - step.at for step, then in full]
-    after = counters()
+    after = counters.take()
     looked_up = (
         after.get("hits", 0) + after.get("misses", 0) - before.get("hits", 0) - before.get("misses", 0)
     )
@@ -251,6 +267,31 @@ def leaf(group: Any) -> Any:
     return getattr(group, "_connectors", [group])[0]
 
 
+class Counters:
+    """What an engine has counted so far: preemptions and, with HiSparse, rows (of rank 0)."""
+
+    def __init__(self, llm: Any, run: Run) -> None:
+        self._llm = llm
+        self._is_ours = run.impl.startswith("ours")
+        self._worker: Any = None
+        if self._is_ours and run.ranks == 1:  # in this process
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            self._worker = leaf(get_kv_transfer_group()).worker
+
+    def take(self) -> dict[str, int]:
+        reported: dict[str, int] = {}
+        for metric in self._llm.get_metrics():
+            if getattr(metric, "labels", {}).get("rank", "0") == "0":
+                reported[metric.name] = reported.get(metric.name, 0) + int(getattr(metric, "value", 0))
+        values = {"preemptions": reported["vllm:num_preemptions"]}
+        if self._worker is not None:
+            values |= self._worker.runtime.counters.exact()
+        elif self._is_ours:
+            values |= {key: reported.get(f"vllm:hisparse_{name}", 0) for key, name in REPORTED.items()}
+        return values
+
+
 def mark(run: Run, what: str, number: int = 0) -> Path:
     """A file by which an engine and its parent tell each other `what`: started, turn, done."""
     return Path(run.out).with_suffix(f".{what}-{number}")
@@ -276,9 +317,10 @@ def main() -> None:
     run = Run(**json.loads(sys.argv[1]))
     # Sampling is greedy: FlashInfer's samplers would be compiled for nothing.
     os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-        "0"  # the scheduler and the kernels are looked at from here
-    )
+    # The scheduler and the kernels are looked at from here.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # Ranks exchange by NCCL alone, see `engine_options`.
+    os.environ.update(VLLM_ALLREDUCE_USE_SYMM_MEM="0", VLLM_ALLREDUCE_USE_FLASHINFER="0")
     if not run.impl.startswith("ours"):
         os.environ["VLLM_PLUGINS"] = "none"
     path = make_model(run)
@@ -290,18 +332,7 @@ def main() -> None:
     start_s = time.perf_counter() - begin
     core = llm.llm_engine.engine_core.engine_core
     schedule, graphs = Schedule(core.scheduler), GraphTimes()
-    worker: Any = None
-    if run.impl.startswith("ours"):
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        worker = leaf(get_kv_transfer_group()).worker
-
-    def counters() -> dict[str, int]:
-        values = {
-            "preemptions": int(sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"))
-        }
-        return values | (worker.runtime.counters.exact() if worker else {})
-
+    counters = Counters(llm, run)
     warm = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
     llm.generate([{"prompt_token_ids": list(range(100, 400))}], warm, use_tqdm=False)
     result: dict[str, Any] = {"start_s": round(start_s, 1)}
@@ -311,13 +342,13 @@ def main() -> None:
             rounds.append(measure(llm, run, schedule, graphs, counters, 0 if i else run.first_tokens))
         if not rounds[-1]["finished"]:
             break
-    if worker and rounds[-1]["finished"]:
+    if run.impl.startswith("ours") and rounds[-1]["finished"]:
         coordinator = leaf(core.scheduler.connector).coordinator
         for _ in range(4):
             llm.llm_engine.step()
         coordinator.check_integrity()
         result["pages"] = vars(coordinator.leases.counters)
-        result["counters"] = worker.runtime.counters.exact()
+        result["counters"] = counters.take()
     Path(run.out).write_text(json.dumps(result))
 
 

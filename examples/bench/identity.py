@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import environment, write_json
 from engine_worker import Run, make_model
 from processes import run_engines, run_script
@@ -30,6 +31,10 @@ class Case:
     both: dict[str, Any] = field(default_factory=dict)
     ours: dict[str, Any] = field(default_factory=lambda: PRESSURE)
 
+    @property
+    def num_gpus(self) -> int:
+        return int(self.both.get("ranks", 1))
+
 
 CASES = (
     Case("full and piecewise graphs"),
@@ -41,6 +46,7 @@ CASES = (
     Case("always from the host", ours={"always_host": True}),
     Case("shared selections", both={"model": "shared"}),
     Case("shared, layer by layer", both={"model": "shared"}, ours=PRESSURE | {"impl": "ours_by_layer"}),
+    Case("two ranks", both={"ranks": 2}),  # on two GPUs
     Case("bf16 rows", both={"kv_cache_dtype": "auto"}, ours=PRESSURE | {"kv_gib": 0.5}),
     Case("three drafts", both={"draft_tokens": 3}, ours=PRESSURE | {"kv_gib": 0.4}),
     Case(
@@ -115,6 +121,9 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     wanted = args.only.split(",")
     cases = [case for case in CASES if any(part in case.name for part in wanted)]
+    for case in [case for case in cases if case.num_gpus > torch.cuda.device_count()]:
+        print(f"{case.name}: not run, it needs {case.num_gpus} GPUs", flush=True)
+        cases.remove(case)
     references = {reference_of(case, str(folder / "models"), folder) for case in cases}
     runs = {run.out: run for run in references}
     for case in cases:
