@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,17 +36,19 @@ def median_us(
     run: Callable[[], None],
     num_replays: int,
     prepare: Callable[[int], None] | None = None,
-    check: Callable[[int], None] | None = None,
+    after: Callable[[int], None] | None = None,
     warmup: int = 3,
+    cold: bool = False,
 ) -> float:
     """Median device time of `run` (a graph's replay), each replay between two events of its own.
 
-    `prepare(i)` sets the inputs of replay i and `check(i)` looks at its outputs, both outside the
-    interval. The first
-    `warmup` replays are not counted.
+    `prepare(i)` sets the inputs of replay i and `after(i)` follows it, both outside the interval. The first
+    `warmup` replays are not counted. `cold`: nothing but the inputs is in the L2 cache.
     """
     times = []
     for i in range(warmup + num_replays):
+        if cold:
+            evict()
         if prepare:
             prepare(i)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -56,15 +59,30 @@ def median_us(
         end.synchronize()
         if i >= warmup:
             times.append(begin.elapsed_time(end) * 1e3)
-        if check:
-            check(i)
+        if after:
+            after(i)
     return statistics.median(times)
+
+
+def evict() -> None:
+    """Leave nothing of what was there in the L2 cache, by reading as an engine reads its weights between two
+    layers. Translations of host addresses are looked up through that cache, too.
+    """
+    _filler().sum()
+
+
+@cache
+def _filler() -> torch.Tensor:
+    """float32, twice what the L2 cache holds."""
+    return torch.zeros(torch.cuda.get_device_properties().L2_cache_size // 2, device="cuda")
 
 
 class Floors:
     """floors.cu, compiled with the machine's nvcc. `available` is False where there is none."""
 
-    def __init__(self, library: Path | None = None) -> None:
+    def __init__(self, library: Path | None = None, cold: bool = False) -> None:
+        """`cold`: see `median_us`."""
+        self._cold = cold
         self._library: Any = None
         if library is None and shutil.which("nvcc"):
             library = Path(tempfile.mkdtemp()) / "floors.so"
@@ -97,7 +115,7 @@ class Floors:
             self._library.run_translate(_pointer(topk), _pointer(table), _pointer(rows), *sizes, _stream())
 
         run()
-        return median_us(capture(run).replay, num_replays)
+        return median_us(capture(run).replay, num_replays, cold=self._cold)
 
     def chain(self, ours: Any, reads: int) -> Callable[[], None]:
         """What no resolver can do without, on the tensors of `contenders.Ours`; `reads` as in floors.cu."""
@@ -136,7 +154,9 @@ class Floors:
                 sizes = (rows.numel(), row_bytes, ctas)
                 self._library.run_read_rows(_pointer(host), _pointer(out), _pointer(rows), *sizes, _stream())
 
-            rates.append(out.numel() / median_us(run, len(lists[n :: len(grids)]) - 1, warmup=1) / 1e3)
+            num_replays = len(lists[n :: len(grids)]) - 1
+            us = median_us(run, num_replays, warmup=1, cold=self._cold)
+            rates.append(out.numel() / us / 1e3)
         return max(rates)
 
 

@@ -148,8 +148,7 @@ def prompts(run: Run) -> list[dict[str, list[int]]]:
 
 
 def patch_selections(run: Run) -> None:
-    import torch
-
+    """In every process that runs a model."""
     from vllm_hisparse.testing import determinism
 
     if run.exact:
@@ -167,10 +166,6 @@ def patch_selections(run: Run) -> None:
             churn=run.churn,
         )
         determinism.replay_selections(replay)
-    if run.ranks > 1 and torch.cuda.is_initialized():
-        raise RuntimeError(
-            "CUDA is initialised, so ranks are not forked and do not inherit what is patched here"
-        )
 
 
 def make_model(run: Run) -> Path:
@@ -319,8 +314,12 @@ def main() -> None:
     os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
     # The scheduler and the kernels are looked at from here.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # Ranks exchange by NCCL alone, see `engine_options`.
-    os.environ.update(VLLM_ALLREDUCE_USE_SYMM_MEM="0", VLLM_ALLREDUCE_USE_FLASHINFER="0")
+    # Ranks are spawned, see the end of this file, and exchange by NCCL alone, see `engine_options`.
+    os.environ.update(
+        VLLM_WORKER_MULTIPROC_METHOD="spawn",
+        VLLM_ALLREDUCE_USE_SYMM_MEM="0",
+        VLLM_ALLREDUCE_USE_FLASHINFER="0",
+    )
     if not run.impl.startswith("ours"):
         os.environ["VLLM_PLUGINS"] = "none"
     path = make_model(run)
@@ -354,3 +353,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # a rank: it has this program's arguments
+    patch_selections(Run(**json.loads(sys.argv[1])))

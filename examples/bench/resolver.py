@@ -5,9 +5,14 @@
 
 k = 2048, hot regions of 4096 rows, 100,352 tokens of context, everything on the host, no speculation. The
 peers take part where vllm is importable, or with --vllm-library PATH, its compiled ops. Times are medians of
-graph replays with a new selection each, in steady state. After every step all bytes that the rows name are
-checked, the peers' too (`exact`), and those that the peers planned to read (`plan_exact`). The same steps
-take `floor_resolve_us` in a kernel that only looks up, `floor_us` in one that also reads what misses.
+graph replays with a new selection each, in steady state. The same steps are then run again, and after each
+all bytes that the rows name are checked, the peers' too (`exact`), and those that the peers planned to read
+(`plan_exact`). The same steps take `floor_resolve_us` in a kernel that only looks up, `floor_us` in one that
+also reads what misses.
+
+With --cold nothing but the selection is in the L2 cache when a step begins, for ours, peers, floors and link
+alike: so it is in an engine, where a layer's weights have passed through it. Without, whatever the step
+before has left there.
 """
 
 import argparse
@@ -50,6 +55,7 @@ class Bench:
     batches: tuple[int, ...]
     misses: tuple[float, ...]
     peers: bool
+    cold: bool
     results: list[dict[str, Any]]
     save: Callable[[], None]  # after every batch: a later one may be stopped
     plan_exact: bool = True  # of the last timed peer
@@ -105,10 +111,6 @@ class Bench:
         self, contender: Ours | InTree, steps: torch.Tensor, with_io: bool
     ) -> tuple[float, bool | None]:
         """Median of the steps after the warm-up, and whether all bytes of them were right."""
-        memory, batch = contender.memory, steps.shape[1]
-        exact = torch.ones((), dtype=torch.bool, device="cuda")
-        self.plan_exact = True
-        views = [contender.layer_rows(layer) for layer in range(memory.layers)]
 
         def once() -> None:
             contender.resolve()
@@ -118,34 +120,43 @@ class Bench:
         def prepare(i: int) -> None:
             contender.topk.copy_(steps[i])
 
-        def check(i: int) -> None:
-            if not with_io or i < NUM_WARM:
-                return
-            rows = contender.rows.reshape(-1)
-            wanted = rows_of(contender.table, contender.topk).reshape(-1)
-            if isinstance(contender, InTree):
-                planned, into = contender.planned()
-                for layer, view in enumerate(views):
-                    self.plan_exact &= torch.equal(view[into], memory.expected(planned, layer, False))
-            exact.logical_and_((rows >= 0).all())
-            for layer, view in enumerate(views):
-                for part in range(0, rows.numel(), 65536):
-                    got = view[rows[part : part + 65536].clamp(min=0).long()]
-                    exact.logical_and_(
-                        (
-                            got == memory.expected(wanted[part : part + 65536], layer, contender.side_by_side)
-                        ).all()
-                    )
-
-        contender.topk.copy_(steps[0])
+        prepare(0)
         once()
         graph = capture(once)
         contender.reset()
-        time_us = median_us(graph.replay, NUM_TIMED, prepare, check, warmup=NUM_WARM)
-        expected_misses = batch * int((steps[-1][0] != steps[-2][0]).sum())
+        time_us = median_us(graph.replay, NUM_TIMED, prepare, warmup=NUM_WARM, cold=self.cold)
+        expected_misses = steps.shape[1] * int((steps[-1][0] != steps[-2][0]).sum())
         if contender.num_misses() != expected_misses:
             print(f"note: {contender.num_misses()} misses in the last step, {expected_misses} expected")
-        return time_us, bool(exact) if with_io else None
+        if not with_io:
+            return time_us, None
+        contender.reset()
+        exact = torch.ones((), dtype=torch.bool, device="cuda")
+        self.plan_exact = True
+        for i in range(len(steps)):
+            prepare(i)
+            graph.replay()
+            if i >= NUM_WARM:
+                exact &= self._bytes_are_right(contender)
+        return time_us, bool(exact)
+
+    def _bytes_are_right(self, contender: Ours | InTree) -> torch.Tensor:
+        """Of all rows that the last step named; bool [], on the device."""
+        memory = contender.memory
+        views = [contender.layer_rows(layer) for layer in range(memory.layers)]
+        rows = contender.rows.reshape(-1)
+        wanted = rows_of(contender.table, contender.topk).reshape(-1)
+        if isinstance(contender, InTree):
+            planned, into = contender.planned()
+            for layer, view in enumerate(views):
+                self.plan_exact &= torch.equal(view[into], memory.expected(planned, layer, False))
+        exact = (rows >= 0).all()
+        for layer, view in enumerate(views):
+            for part in range(0, rows.numel(), 65536):
+                got = view[rows[part : part + 65536].clamp(min=0).long()]
+                expected = memory.expected(wanted[part : part + 65536], layer, contender.side_by_side)
+                exact &= (got == expected).all()
+        return exact
 
     def _record(
         self,
@@ -201,10 +212,10 @@ class Bench:
         def after(_: int) -> None:
             keep_up.replay()
 
-        return round(median_us(chain.replay, NUM_TIMED, prepare, after, warmup=NUM_WARM), 2)
+        return round(median_us(chain.replay, NUM_TIMED, prepare, after, NUM_WARM, self.cold), 2)
 
 
-def all_resident_us(floors: Floors, host: torch.Tensor, batch: int) -> dict[str, float]:
+def all_resident_us(floors: Floors, host: torch.Tensor, batch: int, cold: bool) -> dict[str, float]:
     """Every page on the device, without and with an idle hot region, beside the plain translation of the
     same."""
     memory = Memory(host, 1.0, 656, 1, False)
@@ -214,9 +225,9 @@ def all_resident_us(floors: Floors, host: torch.Tensor, batch: int) -> dict[str,
     ours.resident.copy_(torch.arange(batch * PAGES, device="cuda").view(1, batch, PAGES))
     result = {"batch": batch, "translate_us": floors.translate_us(ours.topk, ours.resident[0], 64)}
     ours.resolve()
-    result["with_region_us"] = median_us(capture(ours.resolve).replay, 100)
+    result["with_region_us"] = median_us(capture(ours.resolve).replay, 100, cold=cold)
     ours.region.fill_(-1)
-    result["resolve_us"] = median_us(capture(ours.resolve).replay, 100)
+    result["resolve_us"] = median_us(capture(ours.resolve).replay, 100, cold=cold)
     return {name: round(value, 2) for name, value in result.items()}
 
 
@@ -237,19 +248,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--commit", help="what to record where there is no git")
     parser.add_argument("--pool-gib", type=float, default=32.0, help="the larger of the two host pools")
     parser.add_argument("--vllm-library", type=Path, help="compiled ops of vLLM, where vllm is not installed")
+    parser.add_argument("--cold", action="store_true", help="nothing but the selection in the L2 cache")
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--miss", type=float, nargs="+", default=MISSES)
     args = parser.parse_args(arguments)
 
     load_library("cuda")
     peers = load_peers(args.vllm_library)
-    floors = Floors()
+    floors = Floors(cold=args.cold)
     host = allocate_host(int(args.pool_gib * 2**30))
-    result = environment(args.commit)
+    result = environment(args.commit) | {"l2_cache": "cold" if args.cold else "warm"}
     result["link_gbps"] = round(copy_engine_gbps(host), 1)
     if floors.available:
         result["empty_graph_us"] = round(floors.empty_graph_us(), 2)
-        result["all_resident"] = [all_resident_us(floors, host, batch) for batch in args.batch]
+        result["all_resident"] = [all_resident_us(floors, host, batch, args.cold) for batch in args.batch]
         result["translate_us"] = result["all_resident"][0]["translate_us"]
     result["rows"] = []
     pools = [(1.0, False), (args.pool_gib, False), (args.pool_gib, True)]
@@ -258,7 +270,8 @@ def main(arguments: list[str] | None = None) -> None:
         if args.out:
             write_json(args.out, result)
 
-    Bench(floors, host, pools, tuple(args.batch), tuple(args.miss), peers, result["rows"], save).run()
+    rows, batches, misses = result["rows"], tuple(args.batch), tuple(args.miss)
+    Bench(floors, host, pools, batches, misses, peers, args.cold, rows, save).run()
     print({name: value for name, value in result.items() if name != "rows"})
     if args.picture:
         draw(result, args.picture)
