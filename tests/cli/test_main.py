@@ -16,16 +16,25 @@ __all__ = ["program"]
 
 RUNNER = CliRunner()
 SCRIPT = """
-import sys, time
+import argparse, sys, time
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--wait"]:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--wait", action="store_true")
+    parser.add_argument("--rows", type=int)
+    args = parser.parse_args()
+    if args.wait:
         try:
             print("waits", flush=True)
             time.sleep(600)
         except KeyboardInterrupt:
             time.sleep(1)  # somebody's engines have to be ended
             sys.exit(5)
-    sys.exit(3 if sys.argv[1:] == ["--rows", "5"] else 4)
+    sys.exit(3 if args.rows == 5 else 4)
+"""
+STARTED_BY_IT = """
+import sys
+if __name__ == "__main__":
+    sys.exit(int(sys.argv[1]))
 """
 # `vllm-hisparse` with other benchmarks: their folder, then arguments.
 WITH_SCRIPTS = """
@@ -40,9 +49,10 @@ main()
 
 @pytest.fixture
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a benchmark and a module that benchmarks share."""
+    """A folder with a benchmark, a module that benchmarks share, and a program that one of them starts."""
     (tmp_path / "quick.py").write_text(SCRIPT)
     (tmp_path / "common.py").write_text("X = 1\n")
+    (tmp_path / "worker.py").write_text(STARTED_BY_IT)
     monkeypatch.setattr(bench, "SCRIPTS", tmp_path)
     return tmp_path
 
