@@ -12,7 +12,7 @@ NEXT_VLLM = Path(sys.prefix) / "vllm-0.33"
 MIN_TESTS = 200
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)  # a suite of its own, that hangs or does not: machines differ
 def test_on_vllm_033() -> None:
     if os.environ.get("HISPARSE_NEXT_VLLM"):
         pytest.skip("this is that run")
