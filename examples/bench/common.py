@@ -82,7 +82,7 @@ class Floors:
 
     def __init__(self, library: Path | None = None, cold: bool = False) -> None:
         """`cold`: see `median_us`."""
-        self._cold = cold
+        self.cold = cold
         self._library: Any = None
         if library is None and shutil.which("nvcc"):
             library = Path(tempfile.mkdtemp()) / "floors.so"
@@ -115,7 +115,7 @@ class Floors:
             self._library.run_translate(_pointer(topk), _pointer(table), _pointer(rows), *sizes, _stream())
 
         run()
-        return median_us(capture(run).replay, num_replays, cold=self._cold)
+        return median_us(capture(run).replay, num_replays, cold=self.cold)
 
     def chain(self, ours: Any, reads: int) -> Callable[[], None]:
         """What no resolver can do without, on the tensors of `contenders.Ours`; `reads` as in floors.cu."""
@@ -155,7 +155,7 @@ class Floors:
                 self._library.run_read_rows(_pointer(host), _pointer(out), _pointer(rows), *sizes, _stream())
 
             num_replays = len(lists[n :: len(grids)]) - 1
-            us = median_us(run, num_replays, warmup=1, cold=self._cold)
+            us = median_us(run, num_replays, warmup=1, cold=self.cold)
             rates.append(out.numel() / us / 1e3)
         return max(rates)
 

@@ -263,10 +263,11 @@ def leaf(group: Any) -> Any:
 
 
 class Counters:
-    """What an engine has counted so far: preemptions and, with HiSparse, rows (of rank 0)."""
+    """What an engine has counted so far: preemptions and, with HiSparse, rows of a rank."""
 
     def __init__(self, llm: Any, run: Run) -> None:
         self._llm = llm
+        self._run = run
         self._is_ours = run.impl.startswith("ours")
         self._worker: Any = None
         if self._is_ours and run.ranks == 1:  # in this process
@@ -275,15 +276,15 @@ class Counters:
             self._worker = leaf(get_kv_transfer_group()).worker
 
     def take(self) -> dict[str, int]:
-        reported: dict[str, int] = {}
-        for metric in self._llm.get_metrics():
-            if getattr(metric, "labels", {}).get("rank", "0") == "0":
-                reported[metric.name] = reported.get(metric.name, 0) + int(getattr(metric, "value", 0))
-        values = {"preemptions": reported["vllm:num_preemptions"]}
+        from vllm_hisparse.testing.engine import counters
+
+        reported = counters(self._llm)
+        values = {"preemptions": int(reported["vllm:num_preemptions"])}
         if self._worker is not None:
             values |= self._worker.runtime.counters.exact()
-        elif self._is_ours:
-            values |= {key: reported.get(f"vllm:hisparse_{name}", 0) for key, name in REPORTED.items()}
+        elif self._is_ours:  # every rank resolves the same selections
+            for key, name in REPORTED.items():
+                values[key] = int(reported.get(f"vllm:hisparse_{name}", 0)) // self._run.ranks
         return values
 
 

@@ -120,10 +120,10 @@ def main() -> None:
     folder = args.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     wanted = args.only.split(",")
-    cases = [case for case in CASES if any(part in case.name for part in wanted)]
-    for case in [case for case in cases if case.num_gpus > torch.cuda.device_count()]:
-        print(f"{case.name}: not run, it needs {case.num_gpus} GPUs", flush=True)
-        cases.remove(case)
+    asked_for = [case for case in CASES if any(part in case.name for part in wanted)]
+    cases = [case for case in asked_for if case.num_gpus <= torch.cuda.device_count()]
+    for name in [case.name for case in asked_for if case not in cases]:
+        print(f"{name}: not run, there are not enough GPUs", flush=True)
     references = {reference_of(case, str(folder / "models"), folder) for case in cases}
     runs = {run.out: run for run in references}
     for case in cases:

@@ -55,7 +55,6 @@ class Bench:
     batches: tuple[int, ...]
     misses: tuple[float, ...]
     peers: bool
-    cold: bool
     results: list[dict[str, Any]]
     save: Callable[[], None]  # after every batch: a later one may be stopped
     plan_exact: bool = True  # of the last timed peer
@@ -124,7 +123,7 @@ class Bench:
         once()
         graph = capture(once)
         contender.reset()
-        time_us = median_us(graph.replay, NUM_TIMED, prepare, warmup=NUM_WARM, cold=self.cold)
+        time_us = median_us(graph.replay, NUM_TIMED, prepare, warmup=NUM_WARM, cold=self.floors.cold)
         expected_misses = steps.shape[1] * int((steps[-1][0] != steps[-2][0]).sum())
         if contender.num_misses() != expected_misses:
             print(f"note: {contender.num_misses()} misses in the last step, {expected_misses} expected")
@@ -212,10 +211,10 @@ class Bench:
         def after(_: int) -> None:
             keep_up.replay()
 
-        return round(median_us(chain.replay, NUM_TIMED, prepare, after, NUM_WARM, self.cold), 2)
+        return round(median_us(chain.replay, NUM_TIMED, prepare, after, NUM_WARM, self.floors.cold), 2)
 
 
-def all_resident_us(floors: Floors, host: torch.Tensor, batch: int, cold: bool) -> dict[str, float]:
+def all_resident_us(floors: Floors, host: torch.Tensor, batch: int) -> dict[str, float]:
     """Every page on the device, without and with an idle hot region, beside the plain translation of the
     same."""
     memory = Memory(host, 1.0, 656, 1, False)
@@ -225,9 +224,9 @@ def all_resident_us(floors: Floors, host: torch.Tensor, batch: int, cold: bool) 
     ours.resident.copy_(torch.arange(batch * PAGES, device="cuda").view(1, batch, PAGES))
     result = {"batch": batch, "translate_us": floors.translate_us(ours.topk, ours.resident[0], 64)}
     ours.resolve()
-    result["with_region_us"] = median_us(capture(ours.resolve).replay, 100, cold=cold)
+    result["with_region_us"] = median_us(capture(ours.resolve).replay, 100, cold=floors.cold)
     ours.region.fill_(-1)
-    result["resolve_us"] = median_us(capture(ours.resolve).replay, 100, cold=cold)
+    result["resolve_us"] = median_us(capture(ours.resolve).replay, 100, cold=floors.cold)
     return {name: round(value, 2) for name, value in result.items()}
 
 
@@ -261,7 +260,7 @@ def main(arguments: list[str] | None = None) -> None:
     result["link_gbps"] = round(copy_engine_gbps(host), 1)
     if floors.available:
         result["empty_graph_us"] = round(floors.empty_graph_us(), 2)
-        result["all_resident"] = [all_resident_us(floors, host, batch, args.cold) for batch in args.batch]
+        result["all_resident"] = [all_resident_us(floors, host, batch) for batch in args.batch]
         result["translate_us"] = result["all_resident"][0]["translate_us"]
     result["rows"] = []
     pools = [(1.0, False), (args.pool_gib, False), (args.pool_gib, True)]
@@ -270,8 +269,7 @@ def main(arguments: list[str] | None = None) -> None:
         if args.out:
             write_json(args.out, result)
 
-    rows, batches, misses = result["rows"], tuple(args.batch), tuple(args.miss)
-    Bench(floors, host, pools, batches, misses, peers, args.cold, rows, save).run()
+    Bench(floors, host, pools, tuple(args.batch), tuple(args.miss), peers, result["rows"], save).run()
     print({name: value for name, value in result.items() if name != "rows"})
     if args.picture:
         draw(result, args.picture)
