@@ -14,6 +14,7 @@ struct Cuda {
   static constexpr auto write_pages = &cuda::write_pages;
   static constexpr auto read_pages = &cuda::read_pages;
   static constexpr auto gather_pages = &cuda::gather_pages;
+  static constexpr auto write_words = &cuda::write_words;
   static constexpr auto forget = &cuda::forget;
 
   template <typename Kernel, typename Params>

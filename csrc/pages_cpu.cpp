@@ -53,7 +53,7 @@ void fetch(const FetchParams& params) {
   if (params.skip_io) return;
   for (int32_t r = 0; r < params.num_batch_rows; ++r) {
     if (params.plan_count[r] == 0) continue;
-    const int32_t region = params.hot_region[params.row_request[r]];
+    const int32_t region = params.batch[r].region;
     for (int32_t i = 0; i < params.plan_count[r]; ++i) {
       const int64_t entry = int64_t{r} * params.plan_capacity + i;
       fetch_row(params, region, params.plan_host_row[entry], params.plan_slot[entry]);

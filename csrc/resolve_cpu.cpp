@@ -1,4 +1,5 @@
-// resolve and forget on the CPU. Bitwise equal to ops/reference.py: outputs, tables, order, plans and counters.
+// resolve, forget and write_words on the CPU. Bitwise equal to ops/reference.py: outputs, tables, order, plans and
+// counters.
 #include <algorithm>
 #include <cstdint>
 #include <unordered_set>
@@ -13,8 +14,8 @@ namespace {
 // One step of one hot region: the wanted positions of a batch row are collected, then placed.
 class RegionStep {
  public:
-  RegionStep(const ResolveParams& params, int32_t region)
-      : num_slots_(params.hot_rows[region]),
+  RegionStep(const ResolveParams& params, int32_t region, int32_t num_slots)
+      : num_slots_(num_slots),
         policy_(params.policy),
         slot_of_(params.slot_of + int64_t{region} * params.max_positions),
         position_of_(params.position_of + int64_t{region} * params.max_slots),
@@ -103,20 +104,21 @@ class RegionStep {
   std::unordered_set<int32_t> missing_;
 };
 
-// One batch row's view of the tables.
-class BatchRow {
+// What a batch row has selected, and its view of the tables.
+class Selection {
  public:
-  BatchRow(const ResolveParams& params, int32_t batch_row, int32_t request)
+  Selection(const ResolveParams& params, int32_t batch_row)
       : params_(params),
         batch_row_(batch_row),
-        request_(request),
-        region_(params.hot_region[request]),
+        request_(params.batch[batch_row].request),
+        region_(params.batch[batch_row].region),
+        num_slots_(params.batch[batch_row].num_slots),
         begin_(int64_t{params.query_start[batch_row]} * params.top_k),
         end_(int64_t{params.query_start[batch_row + 1]} * params.top_k) {}
 
   void run() {
     const int64_t max_entries = int64_t{params_.max_query_rows} * params_.top_k;
-    const bool has_region = end_ - begin_ <= max_entries && region_ >= 0 && params_.hot_rows[region_] > 0;
+    const bool has_region = end_ - begin_ <= max_entries && region_ >= 0 && num_slots_ > 0;
     for (int64_t i = begin_; i < end_; ++i) resolve_resident(i);
     if (has_region) resolve_hot();
   }
@@ -165,7 +167,7 @@ class BatchRow {
   }
 
   void resolve_hot() const {
-    RegionStep step(params_, region_);
+    RegionStep step(params_, region_, num_slots_);
     for (int64_t i = begin_; i < end_; ++i) {
       const int32_t position = params_.topk[i];
       if (!is_wanted(position)) continue;
@@ -196,6 +198,7 @@ class BatchRow {
   const int32_t batch_row_;
   const int32_t request_;
   const int32_t region_;
+  const int32_t num_slots_;
   const int64_t begin_;  // entries of the flattened selection
   const int64_t end_;
 };
@@ -224,14 +227,17 @@ void resolve(const ResolveParams& params) {
   std::fill_n(params.rows, params.num_parts * num_entries, -1);
   std::fill_n(params.plan_count, params.num_plan_rows, 0);
   for (int32_t r = 0; r < params.num_batch_rows; ++r) {
-    const int32_t request = params.row_request[r];
-    if (request >= 0) BatchRow(params, r, request).run();
+    if (params.batch[r].request >= 0) Selection(params, r).run();
   }
   for (int64_t t = 0; t < params.num_query_rows; ++t) {
     const int32_t* rows = params.rows + t * params.top_k;
     params.counts[t] =
         static_cast<int32_t>(std::count_if(rows, rows + params.top_k, [](int32_t row) { return row >= 0; }));
   }
+}
+
+void write_words(const WordsParams& params) {
+  for (int32_t i = 0; i < params.num_writes; ++i) params.words[params.at[i]] = static_cast<int32_t>(params.value[i]);
 }
 
 void forget(const ForgetParams& params) {

@@ -124,7 +124,7 @@ class Floors:
         rows = torch.empty_like(topk)
         out = torch.empty(topk.numel() * row_bytes if reads else 16, dtype=torch.uint8, device="cuda")
         tensors = (
-            topk, ours.request, ours.region, ours.resident, ours.table, ours.slot_of, ours.hot, rows,
+            topk, ours.batch, ours.resident, ours.table, ours.slot_of, ours.hot, rows,
             memory.rows, out,
         )  # fmt: skip
         pages, positions = ours.table.shape[1], ours.slot_of.shape[1]

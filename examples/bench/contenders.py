@@ -31,9 +31,8 @@ class Ours:
         self.counts = torch.empty(batch, **INT32)
         self.resident = torch.full((1, batch, PAGES), -1, **INT32)
         self.hot = torch.randperm(batch * blocks, device="cuda").view(1, batch, blocks).int()
-        self.hot_rows = torch.full((batch,), SLOTS, **INT32)
-        self.request = torch.arange(batch, **INT32)
-        self.region = torch.arange(batch, **INT32)
+        row = torch.arange(batch, **INT32)
+        self.batch = torch.stack([row, row, torch.full_like(row, SLOTS), torch.zeros_like(row)], 1)
         self.slot_of = torch.empty(batch, POSITIONS, dtype=torch.int16, device="cuda")
         self.position_of = torch.empty(batch, SLOTS, **INT32)
         self.key = torch.empty(batch, SLOTS, **INT32)
@@ -60,7 +59,7 @@ class Ours:
     def resolve(self) -> None:
         torch.ops.hisparse.resolve(
             self.topk, self.query_start, self.all_rows, self.counts, self.resident, self.table, self.hot,
-            self.hot_rows, self.request, self.region, self.slot_of, self.position_of, self.key, self.clock,
+            self.batch, self.slot_of, self.position_of, self.key, self.clock,
             self.plan_host_row, self.plan_slot, self.plan_count, self.counters,
             [0], BLOCK_SIZE, self.stride_bytes // self.memory.row_bytes, 1, self.policy,
         )  # fmt: skip
@@ -69,8 +68,8 @@ class Ours:
         for host, offset, part in self.groups:
             torch.ops.hisparse.fetch_selected(
                 host, self.pool, offset, part, self.plan_host_row, self.plan_slot, self.plan_count,
-                self.request, self.region, self.hot, self.topk, self.query_start, self.resident, self.table,
-                self.hot_rows, self.slot_of, 0, self.memory.row_bytes, BLOCK_SIZE, self.stride_bytes, False,
+                self.batch, self.hot, self.topk, self.query_start, self.resident, self.table, self.slot_of, 0,
+                self.memory.row_bytes, BLOCK_SIZE, self.stride_bytes, False,
             )  # fmt: skip
 
     def layer_rows(self, layer: int) -> torch.Tensor:

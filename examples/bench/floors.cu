@@ -34,8 +34,7 @@ enum Reads : int {
 
 struct Chain {
   const int* topk;         // [batch, top_k]
-  const int* row_request;  // [batch]
-  const int* hot_region;   // [requests]
+  const int4* rows_of;     // [batch] request and region of a batch row, the rest unused here
   const int* resident;     // [requests, max_pages]
   const int* host;         // [requests, max_pages]
   const int16_t* slot_of;  // [regions, max_positions]
@@ -90,7 +89,7 @@ __device__ void read_missing(const Chain& p, int host_row, uint8_t* out) {
   }
 }
 
-// What no resolver can do without: a position's request, region, page and slot, one dependent load after another, and
+// What no resolver can do without: a position's request and region, page and slot, one dependent load after another, and
 // its row; then the host rows of the positions that are in no slot. No region is kept up, nothing is chosen, listed or
 // counted, and a row's place is known beforehand.
 template <Reads kReads>
@@ -99,8 +98,8 @@ __global__ void chain_kernel(const Chain p) {
   const long entry = static_cast<long>(blockIdx.y) * p.top_k + i;
   const int mask = (1 << p.block_shift) - 1;
   const int position = i < p.top_k ? p.topk[entry] : -1;
-  const int request = p.row_request[blockIdx.y];
-  const int region = p.hot_region[request];
+  const int4 owner = p.rows_of[blockIdx.y];
+  const int request = owner.x, region = owner.y;
   int row = -1, host_row = -1;
   if (position >= 0) {
     const long page = static_cast<long>(request) * p.max_pages + (position >> p.block_shift);
@@ -153,16 +152,14 @@ void run_translate(const int* topk, const int* table, int* rows, int batch, int 
 }
 
 // reads: Reads.
-void run_chain(int reads, const int* topk, const int* row_request, const int* hot_region, const int* resident,
-               const int* host, const int16_t* slot_of, const int* hot, int* rows, const uint8_t* memory, uint8_t* out,
-               int batch, int top_k, int max_pages, int max_positions, int max_hot_blocks, int block_shift,
+void run_chain(int reads, const int* topk, const int4* rows_of, const int* resident, const int* host,
+               const int16_t* slot_of, const int* hot, int* rows, const uint8_t* memory, uint8_t* out, int batch, int top_k, int max_pages, int max_positions, int max_hot_blocks, int block_shift,
                int row_bytes, cudaStream_t stream) {
   constexpr int kThreads = 256;
   const int stage_rows = reads == kTogether ? 4096 / row_bytes + 1 : 32;
   const size_t stage_bytes = reads == kTogether ? static_cast<size_t>(kThreads / 32) * stage_rows * row_bytes : 0;
-  const Chain chain{topk, row_request, hot_region, resident,  host,          slot_of,        hot,         rows,
-                    memory, out,       batch,      top_k,     max_pages,     max_positions,  max_hot_blocks,
-                    block_shift, row_bytes, stage_rows};
+  const Chain chain{topk,  rows_of, resident,  host,          slot_of,        hot,         rows,      memory,    out,
+                    batch, top_k,   max_pages, max_positions, max_hot_blocks, block_shift, row_bytes, stage_rows};
   const auto kernel = reads == kNone       ? chain_kernel<kNone>
                       : reads == kOneByOne ? chain_kernel<kOneByOne>
                                            : chain_kernel<kTogether>;

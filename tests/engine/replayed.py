@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ops.case import batch_rows
 from vllm_hisparse.messages import StepMessage, decode
 from vllm_hisparse.ops import EMPTY_KEY, Policy, reference
 from vllm_hisparse.runtime.resolver import GroupResolver
@@ -170,9 +171,7 @@ def _resolve(tables: Tables, state: State, selection: Selection, config: Any) ->
         tables.resident,
         tables.host,
         tables.hot,
-        tables.hot_rows,
-        tables.row_request,
-        tables.hot_region,
+        batch_rows(tables.row_request, tables.hot_region, tables.hot_rows),
         *state.tensors,
         plan,
         torch.zeros_like(plan),

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from tests.ops.case import batch_rows
+
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 POISON = 0x5A5A5A5A
 OUTPUTS = ("rows", "counts", "plan_host_row", "plan_slot", "plan_count", "counters")
 STATE = ("slot_of", "position_of", "key", "clock")
-TABLES = ("topk", "query_start", "resident", "host", "hot", "hot_rows", "row_request", "hot_region")
+TABLES = ("topk", "query_start", "resident", "host", "hot", "batch")
 RESOLVE = [
     "topk",
     "query_start",
@@ -23,9 +25,7 @@ RESOLVE = [
     "resident",
     "host",
     "hot",
-    "hot_rows",
-    "row_request",
-    "hot_region",
+    "batch",
     "slot_of",
     "position_of",
     "key",
@@ -43,14 +43,12 @@ FETCH = [
     "plan_host_row",
     "plan_slot",
     "plan_count",
-    "row_request",
-    "hot_region",
+    "batch",
     "hot",
     "topk",
     "query_start",
     "resident",
     "host",
-    "hot_rows",
     "slot_of",
 ]
 
@@ -143,17 +141,17 @@ class Scenario:
         host[rng.random(host.shape) < 0.02] = -1
         num_hot = shape.parts * self.num_regions * self.hot_blocks
         hot = rng.permutation(num_hot).reshape(shape.parts, self.num_regions, self.hot_blocks)
-        region = np.full(self.num_requests, -1)
-        region[rng.permutation(self.num_requests)[: self.num_regions]] = rng.permutation(self.num_regions)
+        self.num_slots = torch.full((self.num_regions,), shape.slots)
+        self.region = torch.full((self.num_requests,), -1)
+        owners = rng.permutation(self.num_requests)[: self.num_regions]
+        self.region[owners] = torch.from_numpy(rng.permutation(self.num_regions))
         return {
             "topk": torch.full((shape.query_rows, shape.top_k), -1, dtype=torch.int32),
             "query_start": torch.zeros(shape.batch + 1, dtype=torch.int32),
             "resident": torch.full((shape.parts, self.num_requests, shape.pages), -1, dtype=torch.int32),
             "host": torch.from_numpy(host.astype(np.int32)),
             "hot": torch.from_numpy(hot.astype(np.int32)),
-            "hot_rows": torch.full((self.num_regions,), shape.slots, dtype=torch.int32),
-            "row_request": torch.full((shape.batch + 1,), -1, dtype=torch.int32),
-            "hot_region": torch.from_numpy(region.astype(np.int32)),
+            "batch": torch.full((shape.batch + 1, 4), -1, dtype=torch.int32),
         }
 
     def _state(self) -> dict[str, torch.Tensor]:
@@ -250,7 +248,9 @@ class Scenario:
             )
         cpu["topk"].copy_(torch.from_numpy(topk.astype(np.int32)))
         cpu["query_start"].copy_(torch.from_numpy(start.astype(np.int32)))
-        cpu["row_request"][: shape.batch].copy_(torch.from_numpy(row_request.astype(np.int32)))
+        cpu["batch"][: shape.batch].copy_(
+            batch_rows(torch.from_numpy(row_request), self.region, self.num_slots)
+        )
 
     def _new_pages(self) -> None:
         """Pages come to and leave the device; host blocks change hands; regions grow, shrink and forget."""
@@ -278,13 +278,13 @@ class Scenario:
             self._forget([int(rng.integers(0, self.num_regions))], [0], [INT_MAX])
 
     def _resize(self, region: int) -> None:
-        old = int(self.cpu["hot_rows"][region])
+        old = int(self.num_slots[region])
         some = self.rng.integers(0, self.shape.slots)
         size = int(self.rng.choice([0, 1, self.shape.top_k, some, *[self.shape.slots] * 6]))
         size = min(size, self.shape.slots)
         if size < old:
             self._forget([region], [size], [INT_MAX])
-        self.cpu["hot_rows"][region] = size
+        self.num_slots[region] = size
 
     def _forget(self, regions: list[int], slots: list[int], positions: list[int]) -> None:
         lists = [torch.tensor(values, dtype=torch.int32) for values in (regions, slots, positions)]

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.ops.case import batch_rows
+
 pytestmark = pytest.mark.gpu
 ops = torch.ops.hisparse
 
@@ -103,9 +105,9 @@ def test_fetch_equals_the_cpu_op(row_bytes: int, num_layers: int, batch: int) ->
     plan_slot = torch.stack([torch.randperm(slots) for _ in range(batch)]).int()
     plan_count = torch.randint(0, slots + 1, (batch,)).int()
     hot = torch.randperm(blocks).view(parts, batch, -1).int()
-    request, region = torch.randperm(batch).int(), torch.randperm(batch).int()
+    rows = batch_rows(torch.randperm(batch), torch.randperm(batch), torch.full((batch,), slots))
     pool = torch.zeros(blocks * stride, dtype=torch.uint8)
-    tables = (plan_host_row, plan_slot, plan_count, request, region, hot)
+    tables = (plan_host_row, plan_slot, plan_count, rows, hot)
     got = pool.cuda()
     on_device = [t.cuda() for t in (offset, part, *tables)]
     ops.fetch(group_host, got, *on_device, row_bytes, block_size, stride, True)
@@ -128,8 +130,9 @@ def test_offsets_beyond_2_to_the_31() -> None:
     offset = torch.tensor([block_size * row_bytes], device="cuda")
     zero, last = torch.zeros(1, **one), torch.tensor([blocks - 1], **one)
     plan = torch.tensor([[host_rows - 1, host_rows - 2]], **one), torch.tensor([[5, 63]], **one)
-    ops.fetch(group_host, pool, offset, zero, *plan, torch.tensor([2], **one), zero, zero,
-              last.view(1, 1, 1), row_bytes, block_size, stride, False)  # fmt: skip
+    ops.fetch(group_host, pool, offset, zero, *plan, torch.tensor([2], **one),
+              torch.tensor([[0, 0, 64, 0]], **one), last.view(1, 1, 1),
+              row_bytes, block_size, stride, False)  # fmt: skip
     rows = pool[(blocks - 1) * stride + block_size * row_bytes :].view(block_size, row_bytes)
     assert torch.equal(rows[5].cpu(), group_host[-1])
     assert torch.equal(rows[63].cpu(), group_host[-2])

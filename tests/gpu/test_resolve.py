@@ -27,7 +27,7 @@ def test_the_worked_example_of_lru() -> None:
     scenario = Scenario(shape, device="cuda")
     gpu = scenario.gpu
     region = 0
-    request = int((scenario.cpu["hot_region"] == region).nonzero()[0])
+    request = int((scenario.region == region).nonzero()[0])
     gpu["host"][request] = torch.arange(8, device="cuda")
     gpu["resident"][0, request, 7] = 3
     positions = torch.tensor([1, 2, 12, 4, 5, 6, 16, 8], dtype=torch.int32, device="cuda")
@@ -35,7 +35,7 @@ def test_the_worked_example_of_lru() -> None:
     gpu["slot_of"][region, positions.long()] = torch.arange(8, dtype=torch.int16, device="cuda")
     gpu["key"][region] = torch.arange(1, 9, device="cuda")  # previous order s0 .. s7
     gpu["clock"][region] = 10
-    gpu["row_request"][0] = request
+    gpu["batch"][0] = torch.tensor([request, region, 8, 0])
     gpu["query_start"][1] = 1
     gpu["topk"][0] = torch.tensor([12, 16, 25, 31], device="cuda")
     scenario._run(gpu)

@@ -64,8 +64,21 @@ class Tables:
     resident: torch.Tensor
     host: torch.Tensor
     hot: torch.Tensor
-    hot_rows: torch.Tensor
-    hot_region: torch.Tensor
+    hot_rows: torch.Tensor  # int32 [num_regions] usable slots
+    hot_region: torch.Tensor  # int32 [max_requests] region, -1: none
+
+    def given(self, row_request: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Arguments of `ops.resolve` for batch rows of these requests."""
+        batch = batch_rows(row_request, self.hot_region, self.hot_rows)
+        return {"resident": self.resident, "host": self.host, "hot": self.hot, "batch": batch}
+
+
+def batch_rows(row_request: torch.Tensor, hot_region: torch.Tensor, hot_rows: torch.Tensor) -> torch.Tensor:
+    """int32 [rows, 4], `ops.resolve`'s `batch`, of each row's request, its region and the region's slots."""
+    request = row_request.long()
+    region = torch.where(request >= 0, hot_region[request.clamp_min(0)], -1).long()
+    num_slots = torch.where(region >= 0, hot_rows[region.clamp_min(0)], 0)
+    return torch.stack([request, region, num_slots, torch.zeros_like(request)], 1).int()
 
 
 @dataclass
@@ -129,7 +142,7 @@ class Outputs:
 class Step:
     topk: torch.Tensor
     query_start: torch.Tensor
-    row_request: torch.Tensor
+    row_request: torch.Tensor  # int32 [batch rows] or more: request of a batch row, -1: none
 
 
 def random_tables(geometry: Geometry, random: np.random.Generator) -> Tables:
@@ -187,8 +200,9 @@ def run_resolve(
 ) -> Outputs:
     outputs = Outputs.poisoned(geometry, len(step.topk), len(step.row_request), len(parts))
     implementation.resolve(
-        **vars(step),
-        **vars(tables),
+        topk=step.topk,
+        query_start=step.query_start,
+        **tables.given(step.row_request),
         **vars(state),
         **vars(outputs),
         parts=parts,

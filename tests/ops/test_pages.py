@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ops.case import first_difference, int32
+from tests.ops.case import batch_rows, first_difference, int32
 from vllm_hisparse import ops
 
 GIB = 2**30
@@ -144,8 +144,7 @@ def plan_of(random: np.random.Generator, num_host_rows: int, num_slots: int) -> 
         "plan_host_row": int32(4, 8),
         "plan_slot": int32(4, 8),
         "plan_count": torch.tensor([5, 0, 8], dtype=torch.int32),
-        "row_request": torch.tensor([1, -1, 0, -1], dtype=torch.int32),
-        "hot_region": torch.tensor([0, 1], dtype=torch.int32),
+        "batch": batch_rows(torch.tensor([1, -1, 0, -1]), torch.arange(2), torch.tensor([12, 12])),
     }
     for r, count in ((0, 5), (2, 8)):
         plan["plan_host_row"][r, :count] = torch.tensor(random.permutation(num_host_rows)[:count])
@@ -160,7 +159,6 @@ def selection_of(num_parts: int) -> dict[str, torch.Tensor | int]:
         "query_start": torch.tensor([0, 1, 2, 3], dtype=torch.int32),
         "resident": int32(num_parts, 2, 6, fill=-1),
         "host": torch.arange(12, dtype=torch.int32).view(2, 6),
-        "hot_rows": int32(2, fill=12),
         "slot_of": torch.full((2, 24), -1, dtype=torch.int16),
         "part": 0,
     }
@@ -269,8 +267,7 @@ def test_fetch_past_two_and_four_gib(sparse: Callable[[str, int], torch.Tensor])
         plan_host_row=host_rows,
         plan_slot=slots,
         plan_count=int32(1, fill=3),
-        row_request=int32(1, fill=0),
-        hot_region=int32(1, fill=0),
+        batch=batch_rows(torch.zeros(1), torch.zeros(1), torch.full((1,), 128)),
         hot=hot,
         row_bytes=row_bytes,
         block_size=block_size,

@@ -21,8 +21,9 @@ def resolve_arguments() -> dict[str, object]:
     step = random_step(geometry, random)
     outputs = Outputs.poisoned(geometry, len(step.topk), len(step.row_request), 1)
     return {
-        **vars(step),
-        **vars(random_tables(geometry, random)),
+        "topk": step.topk,
+        "query_start": step.query_start,
+        **random_tables(geometry, random).given(step.row_request),
         **vars(State.empty(geometry)),
         **vars(outputs),
         "parts": [0],
@@ -49,6 +50,7 @@ def in_schema_order(arguments: dict[str, object]) -> list[object]:
         ("counters", torch.zeros(7, dtype=torch.int64), r"counters .*need torch.int64 \[8\]"),
         ("parts", [2], r"parts \[2\]; need 1 .. 4 below 2"),
         ("parts", [], r"parts \[\]; need"),
+        ("batch", torch.zeros(0, 4, dtype=torch.int32), r"batch .*need torch.int32 \[R >= "),
         ("block_size", 0, r"block_size 0; need 1"),
         ("max_query_rows", -1, r"max_query_rows -1; need 1"),
     ],
@@ -111,6 +113,24 @@ def test_fetch_and_pages_say_what_is_wrong() -> None:
         ops.forget(*vars(State.empty(Geometry())).values(), blocks, blocks[:1], blocks)
 
 
+@pytest.mark.parametrize(
+    ("words", "at", "value", "want"),
+    [
+        (torch.zeros(4, dtype=torch.int64), [0], [1], r"got words torch.int64 .*need torch.int32 \[n\]"),
+        (torch.zeros(4, dtype=torch.int32), [0, 1], [1], r"got 2 indices for 1 values"),
+        (torch.zeros(4, dtype=torch.int32), [0, 4], [1, 2], r"got 2 for index 4; need .* 0 .. 3"),
+        (torch.zeros(4, dtype=torch.int32), [-1], [1], r"got 1 for index -1"),
+        (torch.zeros(4, dtype=torch.int32), [0], [2**31], r"got 2147483648 for index 0; need an int32"),
+    ],
+)
+def test_write_words_says_what_is_wrong(
+    words: torch.Tensor, at: list[int], value: list[int], want: str
+) -> None:
+    with pytest.raises(ValueError, match=want):
+        ops.write_words(words, at, value)
+    assert not words.any()
+
+
 def fetch_selected_arguments() -> dict[str, object]:
     zero, none = torch.zeros(1, dtype=torch.int32), torch.full((1, 2), -1, dtype=torch.int32)
     return {
@@ -121,14 +141,12 @@ def fetch_selected_arguments() -> dict[str, object]:
         "plan_host_row": none,
         "plan_slot": none,
         "plan_count": zero,
-        "row_request": zero,
-        "hot_region": zero,
+        "batch": torch.zeros(1, 4, dtype=torch.int32),
         "hot": zero.view(1, 1, 1),
         "topk": none,
         "query_start": torch.tensor([0, 1], dtype=torch.int32),
         "resident": none.view(1, 1, 2),
         "host": none,
-        "hot_rows": zero,
         "slot_of": torch.full((1, 4), -1, dtype=torch.int16),
         "part": 0,
         "row_bytes": 16,
@@ -147,7 +165,8 @@ def fetch_selected_arguments() -> dict[str, object]:
         ("slot_of", torch.zeros(1, 4, dtype=torch.int32), r"slot_of torch.int32.*need torch.int16"),
         ("slot_of", torch.zeros(1, 3, dtype=torch.int16), r"got max_positions 3; need 4 = max_pages \*"),
         ("host", torch.zeros(1, 3, dtype=torch.int32), r"got host .*max_pages = 2\]"),
-        ("hot_region", torch.zeros(2, dtype=torch.int32), r"got hot_region .*\[max_requests = 1\]"),
+        ("batch", torch.zeros(1, 3, dtype=torch.int32), r"got batch .*\[R >= 1, 4\]"),
+        ("batch", torch.zeros(5, dtype=torch.int32)[1:].view(1, 4), r"batch 4 bytes behind a multiple of 16"),
         ("hot", torch.zeros(1, 2, 1, dtype=torch.int32), r"got hot .*num_regions = 1"),
         ("group_host", torch.zeros(4, 8, dtype=torch.uint8), r"got group_host .*16\]"),
         ("part", 1, r"got part 1; need one below 1"),

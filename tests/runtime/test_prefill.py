@@ -60,7 +60,9 @@ class Engine:
             device=torch.device("cpu"),
             memory=SimpleNamespace(device_pool=self.device_pool, host_pool=self.host_pool),
             tables=SimpleNamespace(
-                resident=self.resident[None], host=self.host, row_request=torch.arange(num, dtype=torch.int32)
+                resident=self.resident[None],
+                host=self.host,
+                batch=torch.arange(num, dtype=torch.int32)[:, None],
             ),
             counters=self.counters,
             batch=list(range(num)),

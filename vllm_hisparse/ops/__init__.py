@@ -7,6 +7,7 @@ from vllm_hisparse.ops import reference
 from vllm_hisparse.ops.load import LibraryError, is_loaded, load_library
 from vllm_hisparse.ops.pages import fetch, fetch_selected, gather_pages, read_pages, write_pages
 from vllm_hisparse.ops.regions import EMPTY_KEY, MAX_SLOTS, Counter, Policy, forget, resolve
+from vllm_hisparse.ops.words import write_words
 
 __all__ = [
     "EMPTY_KEY",
@@ -24,4 +25,5 @@ __all__ = [
     "reference",
     "resolve",
     "write_pages",
+    "write_words",
 ]

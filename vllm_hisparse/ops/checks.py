@@ -45,6 +45,13 @@ class ShapeCheck:
             f"need {dtype} [{need}], contiguous, on {device}, because the kernel reads its raw memory as such"
         )
 
+    def aligned(self, name: str, tensor: torch.Tensor, num_bytes: int) -> None:
+        if tensor.data_ptr() % num_bytes:
+            raise ValueError(
+                f"{self.op}: got {name} {tensor.data_ptr() % num_bytes} bytes behind a multiple of "
+                f"{num_bytes}; need one at a multiple because the kernel loads as much at once"
+            )
+
     def positive(self, **values: int) -> None:
         for name, value in values.items():
             if not 0 < value < 2**31:

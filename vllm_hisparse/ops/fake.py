@@ -2,7 +2,10 @@
 
 import torch
 
-OPS = ("resolve", "forget", "fetch", "fetch_selected", "write_pages", "read_pages", "gather_pages")
+OPS = (
+    "resolve", "forget", "write_words",
+    "fetch", "fetch_selected", "write_pages", "read_pages", "gather_pages",
+)  # fmt: skip
 
 
 def register() -> None:

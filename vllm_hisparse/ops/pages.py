@@ -26,8 +26,7 @@ def fetch(
     plan_host_row: torch.Tensor,
     plan_slot: torch.Tensor,
     plan_count: torch.Tensor,
-    row_request: torch.Tensor,
-    hot_region: torch.Tensor,
+    batch: torch.Tensor,
     hot: torch.Tensor,
     row_bytes: int,
     block_size: int,
@@ -41,14 +40,14 @@ def fetch(
     layer_offset   int64 [L]  bytes from a block's start to the layer's first row
     layer_part     int32 [L]  engine part that holds the layer
     plan_host_row, plan_slot  int32 [>= R, capacity], plan_count int32 [R], as `resolve` wrote them
-    row_request    int32 [>= R], hot_region int32 [max_requests]
+    batch          int32 [>= R, 4], as `resolve` had it
     hot            int32 [engine parts, num_regions, max_hot_blocks]
 
     skip_io moves nothing: the bound that a faster link could reach.
     Raises ValueError on a wrong dtype, shape, device or layout, LibraryError when no library is loaded.
     """
     require_loaded()
-    plan = (plan_host_row, plan_slot, plan_count, row_request, hot_region, hot)
+    plan = (plan_host_row, plan_slot, plan_count, batch, hot)
     try:
         torch.ops.hisparse.fetch(
             group_host, pool, layer_offset, layer_part, *plan, row_bytes, block_size, block_stride_bytes,
@@ -69,14 +68,12 @@ def fetch_selected(
     plan_host_row: torch.Tensor,
     plan_slot: torch.Tensor,
     plan_count: torch.Tensor,
-    row_request: torch.Tensor,
-    hot_region: torch.Tensor,
+    batch: torch.Tensor,
     hot: torch.Tensor,
     topk: torch.Tensor,
     query_start: torch.Tensor,
     resident: torch.Tensor,
     host: torch.Tensor,
-    hot_rows: torch.Tensor,
     slot_of: torch.Tensor,
     part: int,
     row_bytes: int,
@@ -92,18 +89,18 @@ def fetch_selected(
 
     topk           int32 [T, K], query_start int32 [batch rows + 1], at most R
     resident       int32 [engine parts, max_requests, max_pages], host int32 [max_requests, max_pages]
-    hot_rows       int32 [num_regions], slot_of int16 [num_regions, max_positions]
+    slot_of        int16 [num_regions, max_positions]
     part           the first of `parts`
 
     Raises as `fetch` does.
     """
     require_loaded()
-    plan = (plan_host_row, plan_slot, plan_count, row_request, hot_region, hot)
+    plan = (plan_host_row, plan_slot, plan_count, batch, hot)
     sizes = (row_bytes, block_size, block_stride_bytes)
     try:
         torch.ops.hisparse.fetch_selected(
-            group_host, pool, layer_offset, layer_part, *plan, topk, query_start, resident, host, hot_rows,
-            slot_of, part, *sizes, skip_io,
+            group_host, pool, layer_offset, layer_part, *plan, topk, query_start, resident, host, slot_of,
+            part, *sizes, skip_io,
         )  # fmt: skip
     except RuntimeError:
         check = ShapeCheck("fetch_selected", pool.device)
@@ -112,7 +109,6 @@ def fetch_selected(
         check("query_start", query_start, INT32, (max(query_start.numel(), 1),))
         check("resident", resident, INT32, ("engine_parts", "max_requests", "max_pages"))
         check("host", host, INT32, ("max_requests", "max_pages"))
-        check("hot_rows", hot_rows, INT32, ("num_regions",))
         check("slot_of", slot_of, INT16, ("num_regions", "max_positions"))
         _check_fetch(check, group_host, pool, layer_offset, layer_part, plan, row_bytes)
         _check_selection(check.extents, query_start.numel() - 1, part, block_size)
@@ -128,7 +124,7 @@ def _check_fetch(
     plan: tuple[torch.Tensor, ...],
     row_bytes: int,
 ) -> None:
-    plan_host_row, plan_slot, plan_count, row_request, hot_region, hot = plan
+    plan_host_row, plan_slot, plan_count, batch, hot = plan
     check("pool", pool, UINT8, ("pool_bytes",))
     check("layer_offset", layer_offset, INT64, ("L",))
     check("layer_part", layer_part, INT32, ("L",))
@@ -137,8 +133,8 @@ def _check_fetch(
     check("plan_count", plan_count, INT32, ("R",))
     check("plan_host_row", plan_host_row, INT32, ("R+", "capacity"))
     check("plan_slot", plan_slot, INT32, ("R+", "capacity"))
-    check("row_request", row_request, INT32, ("R+",))
-    check("hot_region", hot_region, INT32, ("max_requests",))
+    check("batch", batch, INT32, ("R+", 4))
+    check.aligned("batch", batch, 16)
     check("hot", hot, INT32, ("engine_parts", "num_regions", "max_hot_blocks"))
 
 

@@ -12,7 +12,7 @@ import torch
 HITS, MISSES, RESIDENT, OVERFLOW, UNREADABLE = range(5)
 LRU, LRFU = range(2)
 
-SELECTION = ("topk", "query_start", "resident", "host", "hot_rows", "slot_of", "part")
+SELECTION = ("topk", "query_start", "resident", "host", "slot_of", "part")
 
 EMPTY_KEY = -(2**31)
 BIAS = 128
@@ -60,9 +60,7 @@ def resolve(
     resident: torch.Tensor,
     host: torch.Tensor,
     hot: torch.Tensor,
-    hot_rows: torch.Tensor,
-    row_request: torch.Tensor,
-    hot_region: torch.Tensor,
+    batch: torch.Tensor,
     slot_of: torch.Tensor,
     position_of: torch.Tensor,
     key: torch.Tensor,
@@ -81,7 +79,8 @@ def resolve(
     plan_count.zero_()
     starts = query_start.tolist()
     for r in range(len(starts) - 1):
-        q, begin, end = int(row_request[r]), starts[r], starts[r + 1]
+        q, n, num_slots, _ = batch[r].tolist()
+        begin, end = starts[r], starts[r + 1]
         if q < 0:
             continue
         position = topk[begin:end].long()  # [query rows, K]
@@ -95,13 +94,12 @@ def resolve(
         counters[RESIDENT] += readable.sum()
         counters[UNREADABLE] += (valid & ~readable & ~on_host).sum()
 
-        n = int(hot_region[q])
-        if end - begin > max_query_rows or n < 0 or hot_rows[n] == 0 or not on_host.any():
+        if end - begin > max_query_rows or n < 0 or num_slots == 0 or not on_host.any():
             continue
         clock[n] += 1
         state = (slot_of[n], position_of[n], key[n], int(clock[n]))
         wanted = list(dict.fromkeys(position[on_host].tolist()))  # distinct, in order of first occurrence
-        num_hits, loaded = _place(wanted, int(hot_rows[n]), *state, policy)
+        num_hits, loaded = _place(wanted, num_slots, *state, policy)
         for i, (p, slot) in enumerate(loaded):
             plan_host_row[r, i] = int(host[q, p // block_size]) * block_size + p % block_size
             plan_slot[r, i] = slot
@@ -177,6 +175,11 @@ def forget(
             clock[n] = 0
 
 
+def write_words(words: torch.Tensor, at: Sequence[int], value: Sequence[int]) -> None:
+    for index, word in zip(at, value, strict=True):
+        words[index] = word
+
+
 def fetch(
     group_host: torch.Tensor,
     pool: torch.Tensor,
@@ -185,8 +188,7 @@ def fetch(
     plan_host_row: torch.Tensor,
     plan_slot: torch.Tensor,
     plan_count: torch.Tensor,
-    row_request: torch.Tensor,
-    hot_region: torch.Tensor,
+    batch: torch.Tensor,
     hot: torch.Tensor,
     row_bytes: int,
     block_size: int,
@@ -198,7 +200,7 @@ def fetch(
     layers = list(zip(layer_offset.tolist(), layer_part.tolist(), strict=True))
     for r, count in enumerate(plan_count.tolist()):
         for i in range(count):
-            n = int(hot_region[row_request[r]])
+            n = int(batch[r, 1])
             host_row = group_host[int(plan_host_row[r, i])].view(len(layers), row_bytes)
             slot = int(plan_slot[r, i])
             for layer, (offset, part) in enumerate(layers):

@@ -51,9 +51,7 @@ def resolve(
     resident: torch.Tensor,
     host: torch.Tensor,
     hot: torch.Tensor,
-    hot_rows: torch.Tensor,
-    row_request: torch.Tensor,
-    hot_region: torch.Tensor,
+    batch: torch.Tensor,
     slot_of: torch.Tensor,
     position_of: torch.Tensor,
     key: torch.Tensor,
@@ -84,10 +82,10 @@ def resolve(
         resident      int32 [engine parts, max_requests, max_pages]  device block, -1: none
         host          int32 [max_requests, max_pages]  host block of a page, -1: none
         hot           int32 [engine parts, num_regions, max_hot_blocks]  blocks in slot order
-        hot_rows      int32 [num_regions]  usable slots, at most max_slots; 0: none
-        row_request   int32 [>= R]  request of a batch row, -1: none; no two rows share one
-        hot_region    int32 [max_requests]  region of a request, -1: none; no two requests share a region
-    State of the index group, updated (initially -1, -1, EMPTY_KEY, 0; slots from hot_rows on must be empty):
+        batch         int32 [>= R, 4]  of each batch row: request, -1: none; hot region, -1: none; its usable
+                      slots, at most max_slots; unused. At a multiple of 16 bytes. No two rows share a request
+                      or a region
+    State of the index group, updated (initially -1, -1, EMPTY_KEY, 0; unusable slots must be empty):
         slot_of       int16 [num_regions, max_positions]  slot of a position; negative: in no slot
         position_of   int32 [num_regions, max_slots]  position in a slot, -1: empty
         key           int32 [num_regions, max_slots]  what the policy knows of a slot, EMPTY_KEY: empty
@@ -106,8 +104,8 @@ def resolve(
     """
     require_loaded()
     arguments = (
-        topk, query_start, rows, counts, resident, host, hot, hot_rows, row_request, hot_region, slot_of,
-        position_of, key, clock, plan_host_row, plan_slot, plan_count, counters,
+        topk, query_start, rows, counts, resident, host, hot, batch, slot_of, position_of, key, clock,
+        plan_host_row, plan_slot, plan_count, counters,
     )  # fmt: skip
     sizes = (list(parts), block_size, block_stride_rows, max_query_rows)
     try:
@@ -156,8 +154,8 @@ def _explain_resolve(
 ) -> None:
     """Raises ValueError for the first argument that the library had a reason to refuse."""
     (
-        topk, query_start, rows, counts, resident, host, hot, hot_rows, row_request, hot_region, slot_of,
-        position_of, key, clock, plan_host_row, plan_slot, plan_count, counters,
+        topk, query_start, rows, counts, resident, host, hot, batch, slot_of, position_of, key, clock,
+        plan_host_row, plan_slot, plan_count, counters,
     ) = arguments  # fmt: skip
     check = ShapeCheck("resolve", topk.device)
     check.positive(block_size=block_size, block_stride_rows=block_stride_rows, max_query_rows=max_query_rows)
@@ -169,9 +167,8 @@ def _explain_resolve(
     check("resident", resident, INT32, ("engine_parts", "max_requests", "max_pages"))
     check("host", host, INT32, ("max_requests", "max_pages"))
     check("hot", hot, INT32, ("engine_parts", "num_regions", "max_hot_blocks"))
-    check("hot_rows", hot_rows, INT32, ("num_regions",))
-    check("row_request", row_request, INT32, ("R+",))
-    check("hot_region", hot_region, INT32, ("max_requests",))
+    check("batch", batch, INT32, ("R+", 4))
+    check.aligned("batch", batch, 16)
     _check_state(check, slot_of, position_of, key, clock)
     check("plan_host_row", plan_host_row, INT32, ("R+", "capacity"))
     check("plan_slot", plan_slot, INT32, ("R+", "capacity"))

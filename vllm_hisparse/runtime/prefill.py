@@ -162,6 +162,6 @@ class PrefillGather:
     def _resident_table(self, layer: int, first_row: int, num_requests: int) -> torch.Tensor:
         """Resident blocks int32 [num_requests, pages]. Rows that nobody owns (warm-up) read block 0."""
         tables = self._runtime.tables
-        owners = tables.row_request[first_row : first_row + num_requests].clamp_min(0)
+        owners = tables.batch[first_row : first_row + num_requests, 0].clamp_min(0)
         resident = tables.resident[self._runtime.layout.layer_part[layer]]
         return resident.index_select(0, owners).clamp_min_(0)

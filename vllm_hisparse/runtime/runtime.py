@@ -19,13 +19,15 @@ from .recorder import Recorder
 from .resolver import GroupResolver, ResultBuffers
 from .staging import Staging
 from .step import StepShape
-from .tables import PageTables
+from .tables import BatchRow, PageTables
 from .transfer import to_device
 
 if TYPE_CHECKING:
     from .index_group import HiSparseIndexGroup
 
 __all__ = ["HiSparseRuntime"]
+
+NO_REGION = (-1, 0)
 
 
 class HiSparseRuntime:
@@ -62,9 +64,10 @@ class HiSparseRuntime:
         self._result: ResultBuffers | None = None
         self.batch: list[int] = []  # request slot of each batch row
         self.is_resident = True  # every page of the batch can be read on the device
-        self._with_region: set[int] = set()  # request slots
+        self._regions: dict[int, tuple[int, int]] = {}  # request slot -> (hot region, its usable slots)
         self._host_only: dict[int, set[int]] = {}  # request slot -> pages that only the host has
         self._host_backed: set[int] = set()  # request slots that have such pages
+        self._batch_is_stale = False  # the tables' batch rows say less than the last two do
 
     def add_group(self, group: "HiSparseIndexGroup") -> None:
         """Connect the next index group, in layer order."""
@@ -85,7 +88,8 @@ class HiSparseRuntime:
         for slot in slots:
             self._host_only[slot] = set()
             self._host_backed.discard(slot)
-            self._with_region.discard(slot)
+            self._regions.pop(slot, None)
+        self._batch_is_stale = True
 
     def unbind(self, slot: int) -> None:
         """The request of a slot has left it."""
@@ -95,8 +99,12 @@ class HiSparseRuntime:
     def write_regions(self, writes: tuple[RegionWrite, ...]) -> None:
         """Hand out hot regions, resize them or take them away. Rows in surviving slots stay."""
         for write in writes:
-            (self._with_region.add if write.region >= 0 else self._with_region.discard)(write.slot)
-            self.tables.write_region(write)
+            if write.region >= 0:
+                self._regions[write.slot] = write.region, write.num_rows
+                self.tables.write_region(write.region, write.device_blocks)
+            else:
+                self._regions.pop(write.slot, None)
+        self._batch_is_stale = True
         num_kept = {write.region: write.num_kept for write in writes if write.region >= 0}
         if num_kept:
             for resolver in self.resolvers:
@@ -108,20 +116,27 @@ class HiSparseRuntime:
         for write in writes:
             pages = self._host_only[write.slot]
             (pages.add if write.device_blocks[0] < 0 else pages.discard)(write.page)
-            (self._host_backed.add if pages else self._host_backed.discard)(write.slot)
+            if bool(pages) != (write.slot in self._host_backed):
+                (self._host_backed.add if pages else self._host_backed.discard)(write.slot)
+                self._batch_is_stale = True
 
     def set_batch(self, slots: list[int]) -> None:
         """Request slots of the coming forward's batch rows; an empty list makes every row padding."""
-        if slots != self.batch:
-            self.batch = slots
-            self.tables.set_batch(slots)
+        if self._batch_is_stale or slots != self.batch:
+            self.batch, self._batch_is_stale = slots, False
+            self.tables.set_batch([self._batch_row(slot) for slot in slots])
         if self.recorder is not None:
             self.recorder.begin_step(slots)
         self.is_resident = self._host_backed.isdisjoint(slots) if self._host_backed else True
 
+    def _batch_row(self, slot: int) -> BatchRow:
+        """Without a region where nothing can be wanted from it: then the resolver does not look at it."""
+        region, num_slots = self._regions.get(slot, NO_REGION) if slot in self._host_backed else NO_REGION
+        return slot, region, num_slots
+
     def sample_misses(self) -> dict[int, int]:
         """Rows that the latest sampled step read from the host, by request slot, for slots with a region."""
-        return {slot: n for slot, n in self.misses.sample(self.batch).items() if slot in self._with_region}
+        return {slot: n for slot, n in self.misses.sample(self.batch).items() if slot in self._regions}
 
     def sample_heat(self) -> dict[int, tuple[int, ...]]:
         """Pages that the selections of decodes touch most, by request slot, hottest first.

@@ -1,20 +1,26 @@
 """The tables that the resolver reads, and the resolver's own state, as tensors on the device."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
 
 import torch
 
 from vllm_hisparse import ops
-from vllm_hisparse.messages import PageWrite, RegionWrite
+from vllm_hisparse.messages import PageWrite
 from vllm_hisparse.planning.layout import Layout
 
 from .transfer import to_device
 
-__all__ = ["PageTables", "SelectionState"]
+__all__ = ["BatchRow", "PageTables", "SelectionState"]
 
+ALIGNMENT = 4  # words: tables start where 16 bytes can be read at once
 EVERY_POSITION = torch.iinfo(torch.int32).max
+
+
+BatchRow = tuple[int, int, int]  # request slot, hot region (-1: none), its usable slots
+NOBODY: BatchRow = (-1, -1, 0)
 
 
 class PageTables:
@@ -23,59 +29,73 @@ class PageTables:
 
     All int32, on the device, at fixed addresses:
 
+    - `batch` [requests, 4]: of each batch row of the step the request slot, the hot region and its usable
+      slots, the last word unused; -1, -1, 0 for padding
     - `resident` [parts, requests, pages]: device block, -1 where the page cannot be read on the device
     - `host` [requests, pages]: host block, -1 where there is none (kept only for pages that are not resident)
     - `hot` [parts, regions, blocks]: device blocks of each hot region, in slot order
-    - `hot_rows` [regions]: usable slots
-    - `hot_region` [requests]: the request's region, -1 for none
-    - `row_request` [requests]: request slot of each batch row of the step, -1 for padding
+
+    They lie in one piece of memory, so that one launch writes whatever a step changes.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        def full(*shape: int, value: int = -1) -> torch.Tensor:
-            return torch.full(shape, value, dtype=torch.int32, device=device)
-
-        self.resident = full(layout.num_parts, layout.max_requests, layout.max_pages)
-        self.host = full(layout.max_requests, layout.max_pages)
-        self.hot = full(layout.num_parts, layout.num_regions, layout.max_hot_blocks)
-        self.hot_rows = full(layout.num_regions, value=0)
-        self.hot_region = full(layout.max_requests)
-        self.row_request = full(layout.max_requests)
-
-    def _send(self, values: Sequence[Any]) -> torch.Tensor:
-        return to_device(values, torch.int32, self.host.device)
+        requests, pages, parts = layout.max_requests, layout.max_pages, layout.num_parts
+        shapes = [
+            (requests, 4),
+            (parts, requests, pages),
+            (requests, pages),
+            (parts, layout.num_regions, layout.max_hot_blocks),
+        ]
+        sizes = [math.prod(shape) for shape in shapes]
+        starts = [*accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)]
+        self._words = torch.full((starts[-1],), -1, dtype=torch.int32, device=device)
+        self.batch, self.resident, self.host, self.hot = (
+            self._words[start : start + size].view(shape)
+            for start, size, shape in zip(starts, sizes, shapes, strict=False)
+        )
+        _, self._resident_start, self._host_start, self._hot_start = starts[:4]
+        self._rows = [NOBODY] * requests  # of `batch`
+        self.batch[:, 2:].zero_()
 
     def clear(self, slots: list[int]) -> None:
         """Empty the rows of request slots that are about to be bound."""
         for slot in slots:
             self.resident[:, slot].fill_(-1)
             self.host[slot].fill_(-1)
-            self.hot_region[slot].fill_(-1)
 
     def write_pages(self, writes: tuple[PageWrite, ...]) -> None:
         """Apply page deltas; the last one of a page wins."""
-        entries = {(w.slot, w.page): w for w in writes}.values()
-        num_parts, _, max_pages = self.resident.shape
-        at, host = self._send(
-            [[w.slot * max_pages + w.page for w in entries], [w.host_block for w in entries]]
-        )
-        blocks = self._send([block for w in entries for block in w.device_blocks]).view(-1, num_parts)
-        at = at.long()
-        self.host.view(-1).scatter_(0, at, host)
-        self.resident.view(num_parts, -1).scatter_(1, at.expand(num_parts, -1), blocks.T)
+        num_parts, num_requests, max_pages = self.resident.shape
+        stride = num_requests * max_pages
+        words: dict[int, int] = {}
+        for slot, page, device_blocks, host_block in writes:
+            at = slot * max_pages + page
+            words[self._host_start + at] = host_block
+            for part in range(num_parts):
+                words[self._resident_start + part * stride + at] = device_blocks[part]
+        self._write(words)
 
-    def write_region(self, write: RegionWrite) -> None:
-        """Give a slot its region, or take it away."""
-        self.hot_region[write.slot].fill_(write.region)
-        if write.region >= 0:
-            self.hot_rows[write.region].fill_(write.num_rows)
-            num_blocks = len(write.device_blocks[0])
-            self.hot[:, write.region, :num_blocks].copy_(self._send(write.device_blocks))
+    def write_region(self, region: int, device_blocks: Sequence[Sequence[int]]) -> None:
+        """A region's device blocks, [part][block] in slot order."""
+        _, num_regions, max_blocks = self.hot.shape
+        words: dict[int, int] = {}
+        for part, blocks in enumerate(device_blocks):
+            start = self._hot_start + (part * num_regions + region) * max_blocks
+            words.update(zip(range(start, start + len(blocks)), blocks, strict=True))
+        self._write(words)
 
-    def set_batch(self, slots: list[int]) -> None:
-        """Request slots of this step's batch rows, in batch order."""
-        padding = self.row_request.numel() - len(slots)
-        self.row_request.copy_(self._send([*slots, *[-1] * padding]))
+    def set_batch(self, rows: Sequence[BatchRow]) -> None:
+        """This step's batch rows; all others are padding. Sends those that are not there yet."""
+        words: dict[int, int] = {}
+        for i, row in enumerate([*rows, *[NOBODY] * (len(self._rows) - len(rows))]):
+            if row != self._rows[i]:
+                self._rows[i] = row
+                words.update(zip(range(4 * i, 4 * i + 3), row, strict=True))
+        if words:
+            self._write(words)
+
+    def _write(self, words: dict[int, int]) -> None:
+        ops.write_words(self._words, list(words), list(words.values()))
 
 
 @dataclass(frozen=True)

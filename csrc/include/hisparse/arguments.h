@@ -85,9 +85,16 @@ inline void need(bool condition, const char* what) {
   STD_TORCH_CHECK(condition, "got shapes that do not fit; need ", what);
 }
 
+inline const BatchRow* batch_rows(const Tensor& batch, const Place& on) {
+  const int32_t* rows = on.data<int32_t>(batch, 2, "batch");
+  need(batch.size(1) * sizeof(int32_t) == sizeof(BatchRow), "batch [>= R, 4]");
+  need(reinterpret_cast<uintptr_t>(rows) % alignof(BatchRow) == 0, "batch at a multiple of 16 bytes");
+  return reinterpret_cast<const BatchRow*>(rows);
+}
+
 struct ResolveTensors {
   const Tensor &topk, &query_start, &rows, &counts;
-  const Tensor &resident, &host, &hot, &hot_rows, &row_request, &hot_region;
+  const Tensor &resident, &host, &hot, &batch;
   const Tensor &slot_of, &position_of, &key, &clock;
   const Tensor &plan_host_row, &plan_slot, &plan_count, &counters;
 };
@@ -96,9 +103,7 @@ inline void set_resolve_tables(ResolveParams& params, const ResolveTensors& tens
   params.resident = on.data<int32_t>(tensors.resident, 3, "resident");
   params.host = on.data<int32_t>(tensors.host, 2, "host");
   params.hot = on.data<int32_t>(tensors.hot, 3, "hot");
-  params.hot_rows = on.data<int32_t>(tensors.hot_rows, 1, "hot_rows");
-  params.row_request = on.data<int32_t>(tensors.row_request, 1, "row_request");
-  params.hot_region = on.data<int32_t>(tensors.hot_region, 1, "hot_region");
+  params.batch = batch_rows(tensors.batch, on);
   params.max_requests = extent(tensors.resident, 1, "max_requests");
   params.max_pages = extent(tensors.resident, 2, "max_pages");
   params.num_regions = extent(tensors.hot, 1, "num_regions");
@@ -106,8 +111,6 @@ inline void set_resolve_tables(ResolveParams& params, const ResolveTensors& tens
   need(tensors.host.size(0) == params.max_requests && tensors.host.size(1) == params.max_pages,
        "host [max_requests, max_pages] as in resident");
   need(tensors.hot.size(0) == tensors.resident.size(0), "as many parts in hot as in resident");
-  need(tensors.hot_rows.size(0) == params.num_regions, "hot_rows [num_regions] as in hot");
-  need(tensors.hot_region.size(0) == params.max_requests, "hot_region [max_requests] as in resident");
 }
 
 inline void set_resolve_state(ResolveParams& params, const ResolveTensors& tensors, const Place& on) {
@@ -144,7 +147,7 @@ inline void set_resolve_outputs(ResolveParams& params, const ResolveTensors& ten
            tensors.rows.size(2) == params.top_k,
        "rows [len(parts), T, K]");
   need(tensors.counts.size(0) == params.num_query_rows, "counts [T]");
-  need(tensors.row_request.size(0) >= params.num_batch_rows, "row_request [>= R]");
+  need(tensors.batch.size(0) >= params.num_batch_rows, "batch [>= R, 4]");
   need(tensors.plan_host_row.size(0) >= params.num_batch_rows && tensors.plan_slot.size(0) >= params.num_batch_rows &&
            tensors.plan_count.size(0) >= params.num_batch_rows && tensors.plan_slot.size(1) == params.plan_capacity,
        "plan_host_row and plan_slot [>= R, capacity], plan_count [>= R]");
@@ -177,6 +180,23 @@ inline ResolveParams make_resolve_params(const ResolveTensors& tensors, const st
   need(params.plan_capacity >= (num_wanted < params.max_slots ? num_wanted : params.max_slots),
        "a plan capacity of min(max_query_rows * K, max_slots)");
   need(int64_t{params.max_hot_blocks} * params.block_size >= params.max_slots, "max_hot_blocks to hold max_slots");
+  return params;
+}
+
+inline WordsParams make_words_params(const Tensor& words, const std::vector<int64_t>& at,
+                                     const std::vector<int64_t>& value) {
+  const Place on(words);
+  WordsParams params{};
+  params.words = on.data<int32_t>(words, 1, "words");
+  params.num_words = extent(words, 0, "num_words");
+  params.at = at.data();
+  params.value = value.data();
+  params.num_writes = to_int32(static_cast<int64_t>(at.size()), "num_writes");
+  STD_TORCH_CHECK(at.size() == value.size(), "got ", at.size(), " indices for ", value.size(), " values; need as many");
+  for (const int64_t word : value)
+    STD_TORCH_CHECK(word == static_cast<int32_t>(word), "value: got ", word, "; need an int32");
+  for (const int64_t index : at)
+    STD_TORCH_CHECK(index >= 0 && index < params.num_words, "at: got ", index, "; need 0 .. ", params.num_words - 1);
   return params;
 }
 

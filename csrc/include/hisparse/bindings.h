@@ -12,38 +12,36 @@ namespace hisparse {
 template <typename Backend>
 struct Ops {
   static void resolve(const Tensor& topk, const Tensor& query_start, const Tensor& rows, const Tensor& counts,
-                      const Tensor& resident, const Tensor& host, const Tensor& hot, const Tensor& hot_rows,
-                      const Tensor& row_request, const Tensor& hot_region, const Tensor& slot_of,
-                      const Tensor& position_of, const Tensor& key, const Tensor& clock, const Tensor& plan_host_row,
-                      const Tensor& plan_slot, const Tensor& plan_count, const Tensor& counters,
-                      const std::vector<int64_t>& parts, int64_t block_size, int64_t block_stride_rows,
-                      int64_t max_query_rows, int64_t policy) {
-    const ResolveTensors tensors{topk, query_start, rows,          counts,     resident,   host,
-                                 hot,  hot_rows,    row_request,   hot_region, slot_of,    position_of,
-                                 key,  clock,       plan_host_row, plan_slot,  plan_count, counters};
+                      const Tensor& resident, const Tensor& host, const Tensor& hot, const Tensor& batch,
+                      const Tensor& slot_of, const Tensor& position_of, const Tensor& key, const Tensor& clock,
+                      const Tensor& plan_host_row, const Tensor& plan_slot, const Tensor& plan_count,
+                      const Tensor& counters, const std::vector<int64_t>& parts, int64_t block_size,
+                      int64_t block_stride_rows, int64_t max_query_rows, int64_t policy) {
+    const ResolveTensors tensors{topk,    query_start, rows, counts, resident,      host,      hot,        batch,
+                                 slot_of, position_of, key,  clock,  plan_host_row, plan_slot, plan_count, counters};
     Backend::launch(Backend::resolve,
                     make_resolve_params(tensors, parts, block_size, block_stride_rows, max_query_rows, policy), topk);
   }
 
   static void fetch(const Tensor& group_host, const Tensor& pool, const Tensor& layer_offset, const Tensor& layer_part,
-                    const Tensor& plan_host_row, const Tensor& plan_slot, const Tensor& plan_count,
-                    const Tensor& row_request, const Tensor& hot_region, const Tensor& hot, int64_t row_bytes,
-                    int64_t block_size, int64_t block_stride_bytes, bool skip_io) {
+                    const Tensor& plan_host_row, const Tensor& plan_slot, const Tensor& plan_count, const Tensor& batch,
+                    const Tensor& hot, int64_t row_bytes, int64_t block_size, int64_t block_stride_bytes,
+                    bool skip_io) {
     const FetchTensors tensors{group_host, pool,       layer_offset, layer_part, plan_host_row,
-                               plan_slot,  plan_count, row_request,  hot_region, hot};
+                               plan_slot,  plan_count, batch,        hot};
     Backend::launch(Backend::fetch, make_fetch_params(tensors, row_bytes, block_size, block_stride_bytes, skip_io),
                     pool);
   }
 
   static void fetch_selected(const Tensor& group_host, const Tensor& pool, const Tensor& layer_offset,
                              const Tensor& layer_part, const Tensor& plan_host_row, const Tensor& plan_slot,
-                             const Tensor& plan_count, const Tensor& row_request, const Tensor& hot_region,
-                             const Tensor& hot, const Tensor& topk, const Tensor& query_start, const Tensor& resident,
-                             const Tensor& host, const Tensor& hot_rows, const Tensor& slot_of, int64_t part,
-                             int64_t row_bytes, int64_t block_size, int64_t block_stride_bytes, bool skip_io) {
+                             const Tensor& plan_count, const Tensor& batch, const Tensor& hot, const Tensor& topk,
+                             const Tensor& query_start, const Tensor& resident, const Tensor& host,
+                             const Tensor& slot_of, int64_t part, int64_t row_bytes, int64_t block_size,
+                             int64_t block_stride_bytes, bool skip_io) {
     const FetchTensors tensors{group_host, pool,       layer_offset, layer_part, plan_host_row,
-                               plan_slot,  plan_count, row_request,  hot_region, hot};
-    const SelectionTensors selection{topk, query_start, resident, host, hot_rows, slot_of};
+                               plan_slot,  plan_count, batch,        hot};
+    const SelectionTensors selection{topk, query_start, resident, host, slot_of};
     Backend::launch(Backend::fetch,
                     make_fetch_params(tensors, selection, part, row_bytes, block_size, block_stride_bytes, skip_io),
                     pool);
@@ -77,6 +75,10 @@ struct Ops {
                     pool);
   }
 
+  static void write_words(const Tensor& words, const std::vector<int64_t>& at, const std::vector<int64_t>& value) {
+    Backend::launch(Backend::write_words, make_words_params(words, at, value), words);
+  }
+
   static void forget(const Tensor& slot_of, const Tensor& position_of, const Tensor& key, const Tensor& clock,
                      const Tensor& regions, const Tensor& first_slot, const Tensor& first_position) {
     Backend::launch(Backend::forget,
@@ -91,6 +93,7 @@ struct Ops {
     library.impl("write_pages", TORCH_BOX(&Ops::write_pages));
     library.impl("read_pages", TORCH_BOX(&Ops::read_pages));
     library.impl("gather_pages", TORCH_BOX(&Ops::gather_pages));
+    library.impl("write_words", TORCH_BOX(&Ops::write_words));
     library.impl("forget", TORCH_BOX(&Ops::forget));
   }
 };

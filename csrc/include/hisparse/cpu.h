@@ -10,6 +10,7 @@ void fetch(const FetchParams& params);
 void write_pages(const PagesParams& params);
 void read_pages(const PagesParams& params);
 void gather_pages(const GatherParams& params);
+void write_words(const WordsParams& params);
 void forget(const ForgetParams& params);
 
 }  // namespace hisparse::cpu

@@ -1,6 +1,8 @@
 // Small device helpers shared by the kernels: programmatic dependent launch, host-memory loads, warp and block scans.
 #pragma once
 
+#include "hisparse/params.h"
+
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -35,13 +37,23 @@ __device__ __forceinline__ uint4 load_once(const void* address) {
 }
 
 // Keeps a value in its register: without it the compiler may compute it again where it is used.
-__device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
+template <typename T>
+__device__ __forceinline__ void keep(T& value) {
+  static_assert(sizeof(T) == 4);
+  asm volatile("" : "+r"(value));
+}
 
 // A load past the SM's own cache, for what another kernel may be writing meanwhile: a second look shows more than the
 // first.
 template <typename T>
 __device__ __forceinline__ T load_current(const T* address) {
   return __ldcg(address);
+}
+
+// A batch row's record, in one load past that cache.
+__device__ __forceinline__ BatchRow load_row(const BatchRow* row) {
+  const int4 words = __ldcg(reinterpret_cast<const int4*>(row));
+  return {words.x, words.y, words.z, words.w};
 }
 
 __device__ __forceinline__ unsigned lanes_below(int lane) { return (1u << lane) - 1u; }

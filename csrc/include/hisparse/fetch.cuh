@@ -50,19 +50,18 @@ __device__ __forceinline__ int append(int* length, bool flag, int lane) {
 
 // An entry a thread: what it wants from the host, and whether that seems to miss.
 __device__ __forceinline__ void look_up(const FetchParams& p, const FetchShape& shape, Chunk& chunk, int capacity,
-                                        int request, int region, int position, int lane) {
+                                        const BatchRow& row, int position, int lane) {
   bool is_wanted = false, is_missing = false;
   int host_row = 0;
   if (static_cast<uint32_t>(position) < static_cast<uint32_t>(shape.num_positions)) {
     const int page = shape.block.quotient(position);
-    const int64_t table = static_cast<int64_t>(p.part) * p.max_requests + request;
+    const int64_t table = static_cast<int64_t>(p.part) * p.max_requests + row.request;
     const int block = load_current(p.resident + table * p.max_pages + page);
-    const int host_block = load_current(p.host + static_cast<int64_t>(request) * p.max_pages + page);
-    const int slot = load_current(p.slot_of + static_cast<int64_t>(region) * p.max_positions + position);
-    const int num_slots = load_current(p.hot_rows + region);
+    const int host_block = load_current(p.host + static_cast<int64_t>(row.request) * p.max_pages + page);
+    const int slot = load_current(p.slot_of + static_cast<int64_t>(row.region) * p.max_positions + position);
     host_row = host_block * p.block_size + position - page * p.block_size;
     is_wanted = block < 0 && host_block >= 0;
-    is_missing = is_wanted && slot < 0 && num_slots > 0;
+    is_missing = is_wanted && slot < 0 && row.num_slots > 0;
   }
   const int place = append(&chunk.num_predicted, is_missing, lane);
   const bool is_asked_for = is_missing && place < capacity;
@@ -185,7 +184,7 @@ __global__ void __launch_bounds__(kFetchThreads, 1)
   if constexpr (kEarly > 0) {
     const int first_entry = (blockIdx.x - batch_row * shape.num_chunks) * shape.chunk;
     const bool has_chunk = batch_row < shape.early_rows && first_entry < p.top_k;
-    int request = has_chunk ? load_current(p.row_request + batch_row) : -1;
+    BatchRow row = has_chunk ? load_row(p.batch + batch_row) : BatchRow{-1, -1, 0, 0};
     int query_row = 0;
     bool is_single = false;  // more query rows would have the same positions read more than once
     if (lane < shape.early_rows) {
@@ -194,18 +193,18 @@ __global__ void __launch_bounds__(kFetchThreads, 1)
     }
     is_early = __ballot_sync(kAllLanes, is_single);
     query_row = __shfl_sync(kAllLanes, query_row, batch_row);
-    if (!(is_early >> batch_row & 1u)) request = -1;
+    if (!(is_early >> batch_row & 1u)) row.request = -1;
     int position = -1;
-    if (request >= 0) {
+    if (row.request >= 0) {
       const int entry = first_entry + tid;
-      region = load_current(p.hot_region + request);
+      region = row.region;
       if (tid < shape.chunk && entry < p.top_k)
         position = load_current(p.topk + static_cast<int64_t>(query_row) * p.top_k + entry);
     }
     if (tid == 0) chunk.num_predicted = chunk.num_others = chunk.num_late = 0;
     for (int i = tid; i < kMaxSlots / 32; i += kFetchThreads) chunk.is_loaded[i] = 0;
     __syncthreads();
-    if (region >= 0 && is_mover) look_up(p, shape, chunk, capacity, request, region, position, lane);
+    if (region >= 0 && is_mover) look_up(p, shape, chunk, capacity, row, position, lane);
     __syncthreads();
     if (region >= 0 && chunk.num_predicted + chunk.num_others == 0) region = -1;  // all resident: nothing is planned
   }
@@ -280,7 +279,7 @@ __global__ void __launch_bounds__(kFetchThreads, 1)
       const int64_t at = static_cast<int64_t>(low) * p.plan_capacity + mine - (low > 0 ? plan_end[low - 1] : 0);
       list_row = p.plan_host_row[at];
       slot = p.plan_slot[at];
-      list_region = p.hot_region[p.row_request[low]];
+      list_region = p.batch[low].region;
     }
     const int todo = static_cast<int>(min(static_cast<int64_t>(32), (num_planned - base + num_warps - 1) / num_warps));
 #pragma unroll 1

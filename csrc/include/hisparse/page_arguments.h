@@ -7,7 +7,7 @@ namespace hisparse {
 
 struct FetchTensors {
   const Tensor &group_host, &pool, &layer_offset, &layer_part;
-  const Tensor &plan_host_row, &plan_slot, &plan_count, &row_request, &hot_region, &hot;
+  const Tensor &plan_host_row, &plan_slot, &plan_count, &batch, &hot;
 };
 
 inline FetchParams make_fetch_params(const FetchTensors& tensors, int64_t row_bytes, int64_t block_size,
@@ -21,8 +21,7 @@ inline FetchParams make_fetch_params(const FetchTensors& tensors, int64_t row_by
   params.plan_host_row = on.data<int32_t>(tensors.plan_host_row, 2, "plan_host_row");
   params.plan_slot = on.data<int32_t>(tensors.plan_slot, 2, "plan_slot");
   params.plan_count = on.data<int32_t>(tensors.plan_count, 1, "plan_count");
-  params.row_request = on.data<int32_t>(tensors.row_request, 1, "row_request");
-  params.hot_region = on.data<int32_t>(tensors.hot_region, 1, "hot_region");
+  params.batch = batch_rows(tensors.batch, on);
   params.hot = on.data<int32_t>(tensors.hot, 3, "hot");
   params.num_layers = extent(tensors.layer_offset, 0, "num_layers");
   params.num_batch_rows = extent(tensors.plan_count, 0, "R");
@@ -36,13 +35,13 @@ inline FetchParams make_fetch_params(const FetchTensors& tensors, int64_t row_by
   need(tensors.layer_part.size(0) == params.num_layers, "layer_part of layer_offset's shape");
   need(tensors.group_host.size(1) == int64_t{params.num_layers} * row_bytes, "group_host [rows, layers * row_bytes]");
   need(tensors.plan_host_row.size(0) >= params.num_batch_rows && tensors.plan_slot.size(0) >= params.num_batch_rows &&
-           tensors.plan_slot.size(1) == params.plan_capacity && tensors.row_request.size(0) >= params.num_batch_rows,
-       "plan_host_row, plan_slot and row_request for every entry of plan_count");
+           tensors.plan_slot.size(1) == params.plan_capacity && tensors.batch.size(0) >= params.num_batch_rows,
+       "plan_host_row, plan_slot and batch for every entry of plan_count");
   return params;
 }
 
 struct SelectionTensors {
-  const Tensor &topk, &query_start, &resident, &host, &hot_rows, &slot_of;
+  const Tensor &topk, &query_start, &resident, &host, &slot_of;
 };
 
 inline FetchParams make_fetch_params(const FetchTensors& tensors, const SelectionTensors& selection, int64_t part,
@@ -53,7 +52,6 @@ inline FetchParams make_fetch_params(const FetchTensors& tensors, const Selectio
   params.query_start = on.data<int32_t>(selection.query_start, 1, "query_start");
   params.resident = on.data<int32_t>(selection.resident, 3, "resident");
   params.host = on.data<int32_t>(selection.host, 2, "host");
-  params.hot_rows = on.data<int32_t>(selection.hot_rows, 1, "hot_rows");
   params.slot_of = on.data<int16_t>(selection.slot_of, 2, "slot_of");
   need(selection.query_start.size(0) >= 1, "query_start [R + 1]");
   params.num_selected_rows = extent(selection.query_start, 0, "R") - 1;
@@ -66,9 +64,7 @@ inline FetchParams make_fetch_params(const FetchTensors& tensors, const Selectio
   need(params.num_selected_rows <= params.num_batch_rows, "plan_count for every batch row of query_start");
   need(selection.host.size(0) == params.max_requests && selection.host.size(1) == params.max_pages,
        "host [max_requests, max_pages] as in resident");
-  need(tensors.hot_region.size(0) == params.max_requests, "hot_region [max_requests] as in resident");
-  need(selection.hot_rows.size(0) == params.num_regions && selection.slot_of.size(0) == params.num_regions,
-       "hot_rows and slot_of [num_regions, ...] as in hot");
+  need(selection.slot_of.size(0) == params.num_regions, "slot_of [num_regions, ...] as in hot");
   need(int64_t{params.max_pages} * params.block_size <= params.max_positions,
        "max_positions >= max_pages * block_size");
   return params;

@@ -17,6 +17,14 @@ enum Counter : int { kHits = 0, kMisses = 1, kResident = 2, kOverflow = 3, kUnre
 
 enum Policy : int { kLru = 0, kLrfu = 1 };
 
+// A batch row of the step: 16 bytes, so that one load brings all that the kernels ask first.
+struct alignas(16) BatchRow {
+  int32_t request;    // request slot, -1: none
+  int32_t region;     // hot region, -1: none
+  int32_t num_slots;  // usable slots of the region
+  int32_t unused;
+};
+
 // Positions of a selection -> physical rows; updates one index group's hot regions and plans the misses.
 struct ResolveParams {
   const int32_t* topk;         // [T, K] logical positions; outside [0, max_pages * block_size): padding
@@ -24,12 +32,10 @@ struct ResolveParams {
   int32_t* rows;               // [num_parts, T, K] out
   int32_t* counts;             // [T] out
 
-  const int32_t* resident;     // [engine_parts, max_requests, max_pages] device block, -1: not readable
-  const int32_t* host;         // [max_requests, max_pages] host block, -1: none
-  const int32_t* hot;          // [engine_parts, num_regions, max_hot_blocks] device blocks in slot order
-  const int32_t* hot_rows;     // [num_regions] usable slots, 0: none
-  const int32_t* row_request;  // [>= R] request slot, -1: none
-  const int32_t* hot_region;   // [max_requests] region, -1: none
+  const int32_t* resident;  // [engine_parts, max_requests, max_pages] device block, -1: not readable
+  const int32_t* host;      // [max_requests, max_pages] host block, -1: none
+  const int32_t* hot;       // [engine_parts, num_regions, max_hot_blocks] device blocks in slot order
+  const BatchRow* batch;    // [>= R]
 
   int16_t* slot_of;      // [num_regions, max_positions] inout; < 0: in no slot (see policy.h)
   int32_t* position_of;  // [num_regions, max_slots] inout
@@ -70,8 +76,7 @@ struct FetchParams {
   const int32_t* plan_host_row;  // [R, plan_capacity]
   const int32_t* plan_slot;      // [R, plan_capacity]
   const int32_t* plan_count;     // [R]
-  const int32_t* row_request;    // [>= R]
-  const int32_t* hot_region;     // [max_requests]
+  const BatchRow* batch;         // [>= R]
   const int32_t* hot;            // [engine_parts, num_regions, max_hot_blocks]
 
   // What the resolver was given, for reading before it has ended. topk null: not known.
@@ -79,7 +84,6 @@ struct FetchParams {
   const int32_t* query_start;  // [num_selected_rows + 1]
   const int32_t* resident;     // [engine_parts, max_requests, max_pages]
   const int32_t* host;         // [max_requests, max_pages]
-  const int32_t* hot_rows;     // [num_regions]
   const int16_t* slot_of;      // [num_regions, max_positions]
 
   int64_t block_stride_bytes;
@@ -132,6 +136,16 @@ struct GatherParams {
   int32_t num_pages;
   int32_t row_bytes;
   int32_t block_size;
+};
+
+// Single words of the tables, between steps. Read by the caller's thread, not later.
+struct WordsParams {
+  int32_t* words;        // [num_words] inout
+  const int64_t* at;     // [num_writes] each index once
+  const int64_t* value;  // [num_writes] int32 range
+
+  int32_t num_words;
+  int32_t num_writes;
 };
 
 // Drops slots of hot regions between steps.

@@ -1,16 +1,17 @@
 // The resolver: selected positions -> physical rows, hot-region upkeep and the plan of misses. One CTA a batch row.
 //
 // A CTA's way, a barrier after each step:
-//   1. ask for the selection, the page tables, the region's keys and slot_of; look the pages up while slot_of, the
-//      longest, is on its way, and take the keys in; leave early where nothing is wanted from the hot region
-//   2. mark the slots that are hit; write all rows but those of misses; note whether positions may repeat
-//   3. list the misses in selection order; give hits their keys; count the other slots of low rank
+//   1. ask for all that the batch row's record leads to: the selection, the page tables, the region's keys and, last
+//      and longest, slot_of; rank the slots while it is on its way
+//   2. count the slots of low rank and look the pages up, both still behind slot_of; then mark the slots that are hit,
+//      write all rows but those of misses, and note whether positions may repeat
+//   3. list the misses in selection order; give hits their keys and take them out of the count
 //   4. where positions may repeat, find their first occurrences (misses.cuh)
 //   5. find the victims' threshold (select.cuh) and list the victims in slot order
 //   6. hand the i-th victim to the i-th miss; publish
 // Nothing depends on the order in which threads run. What it costs is instructions and latencies, not bytes: a CTA
 // executes this once, so that the code is kept short, work on misses is done on the list, not on the selection, and
-// what does not depend on slot_of is done before it has come.
+// what does not depend on slot_of is done before it has come. A row without a region ends after step 2's rows.
 #pragma once
 
 #include "hisparse/device.cuh"
@@ -54,7 +55,12 @@ struct ResolveLayout {
 struct Summary {
   uint32_t misses;
   uint32_t entries;  // resident | wanted << 16
-  uint32_t lowest;   // rank of a slot in use, less one
+};
+
+// Of the ranks of a warp's slots, those that turn out to be hit included.
+struct RankRange {
+  uint32_t lowest;   // of a slot in use, less one: an empty slot's rank, 0, does not count
+  uint32_t highest;  // of any
   uint32_t limit;    // every kGroupSlots slots have one with at most this rank
 };
 
@@ -68,11 +74,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kWarps = kThreads / 32;
   constexpr int kGroupLanes = S < kGroupSlots ? kGroupSlots / S : 1;
   extern __shared__ __align__(16) uint8_t dynamic[];
-  __shared__ __align__(16) Summary summaries[kWarps];
-  __shared__ uint32_t highest_ranks[kWarps];
+  __shared__ Summary summaries[kWarps];
+  __shared__ RankRange rank_ranges[kWarps];
   __shared__ uint32_t slot_totals[kWarps];  // candidates | hits << 16
   __shared__ int first_totals[kWarps];
   __shared__ uint32_t victim_totals[kWarps];
+  __shared__ Crossing crossing;
   __shared__ int row_count[kMaxVerifyRows];
   __shared__ uint8_t gain[policy::kNumGains + 1];
 
@@ -86,10 +93,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   int32_t* blocks = reinterpret_cast<int32_t*>(dynamic + Layout::kBytes);
   int32_t* pages = blocks + (shape.shared_blocks + 3) / 4 * 4;
 
-  const int tid = threadIdx.x;
+  int tid = threadIdx.x;
+  keep(tid);  // it is asked for everywhere, and reading it again takes a while
   const int lane = tid & 31;
   const int batch_row = blockIdx.x;
   const int warp = tid >> 5;
+  const bool is_last_warp = warp == kWarps - 1;
   const int first_slot = tid * S;
 
   wait_for_dependencies();
@@ -97,7 +106,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // -- which rows; the selection is loaded meanwhile on the guess of one query row a batch row --
   const bool exists = batch_row < p.num_batch_rows;  // without any batch row one CTA still fills the padding
-  const int request = exists ? p.row_request[batch_row] : -1;
+  const BatchRow owner = exists ? load_row(p.batch + batch_row) : BatchRow{-1, -1, 0, 0};
+  const int request = owner.request;
   const int first_row = p.query_start[batch_row];
   const int last_row = exists ? p.query_start[batch_row + 1] : first_row;
   const int end_row = p.query_start[p.num_batch_rows];
@@ -129,15 +139,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
 
-  // -- 1. look up --
+  // -- 1. ask for everything --
   const int32_t* resident = resident_blocks(p, 0, request);
   const int32_t* host = p.host + static_cast<int64_t>(request) * p.max_pages;
   PageTables<kThreads> page_tables{resident, host, Layout::kSharesPages ? shape.shared_pages : 0};
   page_tables.load();
-  if (kLrfu && tid <= policy::kNumGains) gain[tid] = static_cast<uint8_t>(own_gain);
-  const int region = p.hot_region[request];
-  const int num_slots = region >= 0 ? p.hot_rows[region] : 0;
-  int clock = region >= 0 ? p.clock[region] : 0;
+  const bool has_region = owner.region >= 0 && owner.num_slots > 0;
+  const int region = has_region ? owner.region : 0;
+  const int num_slots = has_region ? owner.num_slots : 0;
   const int count = num_rows * p.top_k;
   const int64_t first_entry = static_cast<int64_t>(first_row) * p.top_k;
   if (num_rows != 1 || first_row != batch_row) {
@@ -152,15 +161,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     position[e] = real ? position[e] : 0;
   }
 
-  const bool is_hot_request = num_slots > 0;
-  const int64_t used_region = max(region, 0);
-  int16_t* slot_of = p.slot_of + used_region * p.max_positions;
-  int32_t* position_of = p.position_of + used_region * p.max_slots;
-  int32_t* key_of = p.key + used_region * p.max_slots;
-  const int32_t* block_of = hot_blocks(p, 0, static_cast<int>(used_region));
+  int16_t* slot_of = p.slot_of + static_cast<int64_t>(region) * p.max_positions;
+  int32_t* position_of = p.position_of + static_cast<int64_t>(region) * p.max_slots;
+  int32_t* key_of = p.key + static_cast<int64_t>(region) * p.max_slots;
+  const int32_t* block_of = hot_blocks(p, 0, region);
   int32_t slot[E], key[S];
   int32_t own_block = 0;
-  const auto load_region = [&] {
+  int clock = 0;
+  if (has_region) {
+    clock = p.clock[region];
     if constexpr (kVector) {
 #pragma unroll
       for (int i = 0; i < S; i += 4) {
@@ -173,18 +182,42 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int i = 0; i < S; ++i) key[i] = first_slot + i < p.max_slots ? key_of[first_slot + i] : INT32_MIN;
     }
     if (tid < shape.shared_blocks) own_block = block_of[tid];
-    __syncwarp();  // the gathers are many: what comes first is asked for first
+  }
+  // The gathers take L1 a cycle an entry. While it serves one half of the warps, the other half ranks its slots.
+  const auto gather_slots = [&] {
+    __syncwarp();
 #pragma unroll
     for (int e = 0; e < E; ++e) slot[e] = slot_of[position[e]];
+    __syncwarp();
   };
-  // A region never used holds nothing, and often nothing is wanted from it: then the pages are looked at first.
-  const bool is_eager = is_hot_request && clock > 0;
-  ++clock;
-  if (is_eager) load_region();
+  if (has_region && warp < kWarps / 2) gather_slots();
+  if (kLrfu && tid <= policy::kNumGains) gain[tid] = static_cast<uint8_t>(own_gain);
   page_tables.store(pages);
-  if (is_eager && tid < shape.shared_blocks) blocks[tid] = own_block;
+  const PolicyStep<kLrfu> step{clock + 1, gain};
+  uint32_t distance[S];  // first the rank
+  if (has_region) {
+    if (tid < shape.shared_blocks) blocks[tid] = own_block;
+    uint32_t lowest = UINT32_MAX, highest = 0, group = UINT32_MAX;
+#pragma unroll
+    for (int i = 0; i < S; ++i) {
+      distance[i] = step.rank(key[i]);
+      lowest = min(lowest, distance[i] - 1u);
+      highest = max(highest, distance[i]);
+      group = min(group, first_slot + i < num_slots ? distance[i] : UINT32_MAX);
+    }
+#pragma unroll
+    for (int other = 1; other < kGroupLanes; other <<= 1) group = min(group, __shfl_xor_sync(kAllLanes, group, other));
+#pragma unroll
+    for (int i = 0; i < S; ++i) keep(distance[i]);
+    lowest = __reduce_min_sync(kAllLanes, lowest);
+    highest = __reduce_max_sync(kAllLanes, highest);
+    const uint32_t limit = __reduce_max_sync(kAllLanes, group == UINT32_MAX ? 0u : group);
+    if (lane == 0) rank_ranges[warp] = {lowest, highest, limit};
+    if (warp >= kWarps / 2) gather_slots();
+  }
   __syncthreads();  // and the rest of shared memory is clear
 
+  // -- 2. pages --
   int32_t row[E];
   uint32_t is_resident = 0, is_hosted = 0;
 #pragma unroll
@@ -208,60 +241,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   is_hosted &= is_real;
 #pragma unroll
   for (int e = 0; e < E; ++e) row[e] = is_resident >> e & 1u ? row[e] : -1;
-  const uint32_t is_wanted = is_hot_request ? is_hosted : 0u;
+  const uint32_t is_wanted = has_region ? is_hosted : 0u;
   if (__any_sync(kAllLanes, (is_real & ~is_resident & ~is_hosted) != 0)) {
     const uint32_t unreadable = __reduce_add_sync(kAllLanes, __popc(is_real & ~is_resident & ~is_hosted));
     if (lane == 0) add_counter(p, kUnreadable, unreadable);
   }
-  const uint32_t warp_entries = __reduce_add_sync(
-      kAllLanes, static_cast<uint32_t>(__popc(is_resident)) | static_cast<uint32_t>(__popc(is_wanted)) << 16);
+  Summary own{0, __reduce_add_sync(kAllLanes, static_cast<uint32_t>(__popc(is_resident)) |
+                                                  static_cast<uint32_t>(__popc(is_wanted)) << 16)};
 
-  int32_t* rows = p.rows + first_entry;
-  Summary own{0, warp_entries, UINT32_MAX, 0};
-  bool is_used = is_eager;
-  if (!is_eager) {  // these rows may be all there is to do
-    store_entries<E, kVector>(rows, count, row);
-    for (int part = 1; part < p.num_parts; ++part)
-      store_part<E, kVector>(p, shape, part, request, region, first_entry, count, is_resident, 0u, position, slot);
-    if (lane == 0) summaries[warp] = own;
-    is_used = __syncthreads_or(is_wanted != 0);
-    if (is_used) {
-      load_region();
-      if (tid < shape.shared_blocks) blocks[tid] = own_block;
-      __syncthreads();
-    }
-  }
-
-  const PolicyStep<kLrfu> step{clock, gain};
+  // -- slots; a warp that wants none does not wait for them --
   const bool is_single = num_rows == 1;
-  int32_t touched[S];    // keys of the slots if they are hit
-  uint32_t distance[S];  // first the rank
-  uint32_t is_miss = 0, seen_before[E] = {};
+  int32_t* rows = p.rows + first_entry;
+  uint32_t is_hit = 0, is_miss = 0, seen_before[E] = {};
   int place = 0;
-  if (is_used) {
-    // Of all slots, those that turn out to be hit too: the range of their ranks, and a rank that a good many do not
-    // exceed. An empty slot's rank, 0, does not count for the range.
-    uint32_t highest = 0, group = UINT32_MAX;
-#pragma unroll
-    for (int i = 0; i < S; ++i) touched[i] = step.hit(key[i]);
-#pragma unroll
-    for (int i = 0; i < S; ++i) {
-      distance[i] = step.rank(key[i]);
-      own.lowest = min(own.lowest, distance[i] - 1u);
-      highest = max(highest, distance[i]);
-      group = min(group, first_slot + i < num_slots ? distance[i] : UINT32_MAX);
-    }
-#pragma unroll
-    for (int other = 1; other < kGroupLanes; other <<= 1) group = min(group, __shfl_xor_sync(kAllLanes, group, other));
-#pragma unroll
-    for (int i = 0; i < S; ++i) keep(distance[i]);
-    own.lowest = __reduce_min_sync(kAllLanes, own.lowest);
-    own.limit = __reduce_max_sync(kAllLanes, group == UINT32_MAX ? 0u : group);
-    highest = __reduce_max_sync(kAllLanes, highest);
-    if (lane == 0) highest_ranks[warp] = highest;
-
-    // -- 2. the slots have come; a warp that wants none does not wait for them --
-    uint32_t is_hit = 0;
+  if (has_region) {
     if (__any_sync(kAllLanes, is_wanted != 0)) {
 #pragma unroll
       for (int e = 0; e < E; ++e) is_miss |= static_cast<uint32_t>(slot[e] < 0) << e;
@@ -296,13 +289,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     }
-    store_entries<E, kVector>(rows, count, row);
-    for (int part = 1; part < p.num_parts; ++part)
-      store_part<E, kVector>(p, shape, part, request, region, first_entry, count, is_resident, is_hit, position, slot);
-    if (lane == 0) summaries[warp] = own;
-    __syncthreads();
   }
-  const Summary other = lane < kWarps ? summaries[lane] : Summary{0, 0, UINT32_MAX, 0};
+  store_entries<E, kVector>(rows, count, row);
+  for (int part = 1; part < p.num_parts; ++part)
+    store_part<E, kVector>(p, shape, part, request, region, first_entry, count, is_resident, is_hit, position, slot);
+  if (lane == 0) summaries[warp] = own;
+  __syncthreads();
+  const Summary other = lane < kWarps ? summaries[lane] : Summary{0, 0};
   const uint32_t all_entries = __reduce_add_sync(kAllLanes, other.entries);
   bool counts_by_entry = !is_single;
   uint32_t is_hot = is_wanted;
@@ -312,10 +305,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Misses<Layout> misses{list, hash_table, static_cast<uint32_t>(min(num_listed * 8, Layout::kHashEntries)),
                                 selection};
     const int first_place = place + __reduce_add_sync(kAllLanes, lane < warp ? other.misses : 0);
-    const uint32_t lowest = __reduce_min_sync(kAllLanes, other.lowest) + 1u;
-    const uint32_t limit = __reduce_max_sync(kAllLanes, other.limit);
 
-    // -- 3. list the misses; hits' keys; count the low ranks --
+    // -- 3. list the misses; count the low ranks --
+    const RankRange ranks = lane < kWarps ? rank_ranges[lane] : RankRange{UINT32_MAX, 0, 0};
+    const uint32_t lowest = __reduce_min_sync(kAllLanes, ranks.lowest) + 1u;
+    const Digit low_ranks = Digit::of(0, rank_distance(__reduce_max_sync(kAllLanes, ranks.limit), lowest));
     place = first_place;
 #pragma unroll
     for (int e = 0; e < E; ++e)
@@ -328,51 +322,53 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t candidates = ~slot_hit & static_cast<uint32_t>((uint64_t{1} << own_slots) - 1);
 #pragma unroll
     for (int i = 0; i < S; ++i) distance[i] = candidates >> i & 1u ? rank_distance(distance[i], lowest) : kNoCandidate;
-    const uint32_t width = rank_distance(limit, lowest);
     if (num_listed > 0 && !is_single) clear_table<kThreads>(misses);
-    if (num_listed > 0) count_digit<S>(distance, Digit::of(0, width), bins);
+    if (num_listed > 0) count_digit<S>(distance, low_ranks, bins);
     const uint32_t warp_slots = __reduce_add_sync(
         kAllLanes, static_cast<uint32_t>(__popc(candidates)) | static_cast<uint32_t>(__popc(slot_hit)) << 16);
     if (lane == 0) slot_totals[warp] = warp_slots;
-    if (slot_hit) {
-      if constexpr (kVector) {
-#pragma unroll
-        for (int i = 0; i < S; i += 4) {
-          if (!(slot_hit >> i & 15u)) continue;  // these may lie behind the region
-          int32_t fresh[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) fresh[j] = slot_hit >> (i + j) & 1u ? touched[i + j] : key[i + j];
-          *reinterpret_cast<int4*>(key_of + first_slot + i) = make_int4(fresh[0], fresh[1], fresh[2], fresh[3]);
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < S; ++i)
-          if (slot_hit >> i & 1u) key_of[first_slot + i] = touched[i];
-      }
-    }
     uint32_t met = 0;
 #pragma unroll
     for (int e = 0; e < E; ++e) met |= seen_before[e] >> (position[e] & 31) & is_miss >> e;
     const bool compares = __syncthreads_or(met & 1u) || !is_single;
-    const OwnBins own_bins = OwnBins::load(bins);
     const uint32_t slots = __reduce_add_sync(kAllLanes, lane < kWarps ? slot_totals[lane] : 0u);
     const int num_candidates = slots & 0xffff;
     num_hits = slots >> 16;
-    if (tid == 0) p.clock[region] = clock;
+    if (is_last_warp && lane == 0) p.clock[region] = step.clock;
 
+    // -- 4. where positions may repeat: places of the first occurrences --
+    num_misses = num_listed;
+    if (compares && num_listed > 0)
+      num_misses = find_firsts<kThreads, E>(misses, num_listed, !is_single, first_totals, firsts);
+    num_loads = min(num_misses, num_candidates);
+
+    // -- 5. victims in slot order; one warp looks for their threshold, others would hold it up --
+    if (warp == 0 && 0 < num_loads && num_loads < num_candidates) find_digit(bins, num_loads, &crossing);
+    if (num_listed > 0) __syncthreads();
+    // -- hits' keys; from here on all warps work, where one has looked for the threshold --
+    int32_t touched[S];  // of all slots, so that what they look up comes at once and without branches
+#pragma unroll
+    for (int i = 0; i < S; ++i) touched[i] = step.hit(key[i]);
+#pragma unroll
+    for (int i = 0; i < S; ++i) keep(touched[i]);
+#pragma unroll
+    for (int i = 0; i < S; ++i) touched[i] = slot_hit >> i & 1u ? touched[i] : key[i];
+    if constexpr (kVector) {
+#pragma unroll
+      for (int i = 0; i < S; i += 4)  // no slot behind the region is hit
+        if (slot_hit >> i & 15u)
+          *reinterpret_cast<int4*>(key_of + first_slot + i) =
+              make_int4(touched[i], touched[i + 1], touched[i + 2], touched[i + 3]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < S; ++i)
+        if (slot_hit >> i & 1u) key_of[first_slot + i] = touched[i];
+    }
     if (num_listed > 0) {
-      num_misses = num_listed;
-      // -- 4. where positions may repeat: places of the first occurrences --
-      if (compares) num_misses = find_firsts<kThreads, E>(misses, num_listed, !is_single, first_totals, firsts);
-      num_loads = min(num_misses, num_candidates);
-
-      // -- 5. victims in slot order --
       Threshold threshold{kNoCandidate, 0};
       if (num_loads < num_candidates) {
-        const auto highest = [&] {
-          return rank_distance(__reduce_max_sync(kAllLanes, lane < kWarps ? highest_ranks[lane] : 0u), lowest);
-        };
-        threshold = find_threshold<kThreads, S>(distance, num_loads, width, own_bins, highest, bins);
+        const auto highest = [&] { return rank_distance(__reduce_max_sync(kAllLanes, ranks.highest), lowest); };
+        threshold = find_threshold<kThreads, S>(distance, num_loads, low_ranks, highest, bins, &crossing);
       }
       uint32_t chosen = 0, tied = 0;
 #pragma unroll
@@ -418,45 +414,58 @@ __global__ void __launch_bounds__(kThreads, 1)
                 hot_blocks(p, part, region)[in_blocks] * p.block_stride_rows + in_block;
         }
       };
-      if (!repeated) store_misses();
       const int64_t plan = static_cast<int64_t>(batch_row) * p.plan_capacity;
+      struct Load {
+        int32_t wanted, page, host_block, held, old_key;
+        int16_t victim, absent;
+      };
+      const auto look_at = [&](int i) {
+        Load load;
+        load.victim = static_cast<int16_t>(victims[i]);
+        load.held = position_of[load.victim];
+        load.old_key = key_of[load.victim];
+        load.wanted = misses.position(compares ? firsts[i] : i);
+        load.absent = kLrfu ? slot_of[load.wanted] : -1;
+        load.page = shape.block.quotient(load.wanted);
+        load.host_block = host[load.page];
+        return load;
+      };
+      const auto settle = [&](int i, const Load& load) {
+        p.plan_host_row[plan + i] = load.host_block * p.block_size + (load.wanted - load.page * p.block_size);
+        p.plan_slot[plan + i] = load.victim;
+        key_of[load.victim] = step.loaded(load.absent);
+        position_of[load.victim] = load.wanted;
+        slot_of[load.wanted] = load.victim;
+        if (load.held >= 0) slot_of[load.held] = step.absent(load.old_key);
+      };
+      Load first{};
+      if (tid < num_loads) first = look_at(tid);
+      if (!repeated) store_misses();  // while what the first loads give way to is on its way
+      if (tid < num_loads) settle(tid, first);
 #pragma unroll 1
-      for (int i = tid; i < num_loads; i += kThreads) {
-        const int victim = victims[i];
-        const int32_t wanted = misses.position(compares ? firsts[i] : i);
-        const int32_t held = position_of[victim];
-        const int32_t old_key = key_of[victim];
-        const int16_t absent = kLrfu ? slot_of[wanted] : -1;
-        const int page = shape.block.quotient(wanted);
-        p.plan_host_row[plan + i] = host[page] * p.block_size + (wanted - page * p.block_size);
-        p.plan_slot[plan + i] = victim;
-        key_of[victim] = step.loaded(absent);
-        position_of[victim] = wanted;
-        slot_of[wanted] = static_cast<int16_t>(victim);
-        if (held >= 0) slot_of[held] = step.absent(old_key);
-      }
+      for (int i = tid + kThreads; i < num_loads; i += kThreads) settle(i, look_at(i));
       counts_by_entry |= num_loads < num_misses;
       if (repeated) __syncthreads();  // slot_of is up to date
       if (repeated) store_misses();
     }
   }
 
-  // -- publish --
+  // -- publish; the first warps are those that still hand out --
   const uint32_t is_valid = is_resident | is_hot;
   if (counts_by_entry) {
     add_counts<E>(is_valid, p.top_k, row_count);
     __syncthreads();
     if (tid < num_rows) p.counts[first_row + tid] = row_count[tid];
   }
-  if (tid < 4) {
-    if (tid == 0) {
+  if (is_last_warp && lane < 4) {
+    if (lane == 0) {
       if (!counts_by_entry) p.counts[first_row] = (all_entries & 0xffff) + (all_entries >> 16);
       p.plan_count[batch_row] = num_loads;
     }
     static_assert(kHits == 0 && kMisses == 1 && kResident == 2 && kOverflow == 3);
-    const int low = tid & 1 ? num_misses : num_hits;
-    const int high = tid & 1 ? num_misses - num_loads : static_cast<int>(all_entries & 0xffff);
-    add_counter(p, tid, tid < 2 ? low : high);
+    const int low = lane & 1 ? num_misses : num_hits;
+    const int high = lane & 1 ? num_misses - num_loads : static_cast<int>(all_entries & 0xffff);
+    add_counter(p, lane, lane < 2 ? low : high);
   }
 }
 

@@ -46,44 +46,34 @@ struct Crossing {
   int inside;      // candidates at it
 };
 
-// A lane's bins, summed up.
-struct OwnBins {
-  int end[kOwnBins];
-
-  __device__ __forceinline__ static OwnBins load(const int* bins) {
-    OwnBins own;
-    int sum = 0;
-#pragma unroll
-    for (int i = 0; i < kOwnBins; i += 4) {
-      const int4 four = *reinterpret_cast<const int4*>(bins + (threadIdx.x & 31) * kOwnBins + i);
-      own.end[i] = sum += four.x;
-      own.end[i + 1] = sum += four.y;
-      own.end[i + 2] = sum += four.z;
-      own.end[i + 3] = sum += four.w;
-    }
-    return own;
-  }
-};
-
-// The digit's value that holds the `wanted`-th lowest candidate. Every warp finds it on its own.
-__device__ __forceinline__ Crossing find_digit(const OwnBins& own, int wanted) {
+// The digit's value that holds the `wanted`-th lowest candidate, to `crossing`, which one lane writes. For one warp.
+__device__ __forceinline__ void find_digit(const int* bins, int wanted, Crossing* crossing) {
   const int lane = threadIdx.x & 31;
-  const int end = inclusive_prefix(own.end[kOwnBins - 1], lane);
-  const unsigned reached = __ballot_sync(kAllLanes, end >= wanted);
-  if (reached == 0) return {kBins, __shfl_sync(kAllLanes, end, 31), 0};
-  const int begin = end - own.end[kOwnBins - 1];
-  int value = lane * kOwnBins, below = 0, up_to = INT32_MAX;
+  int end[kOwnBins];  // of this lane's bins, summed up
+  int sum = 0;
 #pragma unroll
-  for (int i = 0; i < kOwnBins; ++i) {
-    const bool is_below = begin + own.end[i] < wanted;
-    value += is_below;
-    below = max(below, is_below ? own.end[i] : 0);
-    up_to = min(up_to, is_below ? INT32_MAX : own.end[i]);
+  for (int i = 0; i < kOwnBins; i += 4) {
+    const int4 four = *reinterpret_cast<const int4*>(bins + lane * kOwnBins + i);
+    end[i] = sum += four.x;
+    end[i + 1] = sum += four.y;
+    end[i + 2] = sum += four.z;
+    end[i + 3] = sum += four.w;
   }
-  const int owner = __ffs(reached) - 1;
-  const int before = __shfl_sync(kAllLanes, begin + below, owner);
-  return {static_cast<uint32_t>(__shfl_sync(kAllLanes, value, owner)), before,
-          __shfl_sync(kAllLanes, up_to - below, owner)};
+  const int total = inclusive_prefix(sum, lane);
+  const int begin = total - sum;
+  if (begin < wanted && wanted <= total) {
+    int value = lane * kOwnBins, below = 0, up_to = INT32_MAX;
+#pragma unroll
+    for (int i = 0; i < kOwnBins; ++i) {
+      const bool is_below = begin + end[i] < wanted;
+      value += is_below;
+      below = max(below, is_below ? end[i] : 0);
+      up_to = min(up_to, is_below ? INT32_MAX : end[i]);
+    }
+    *crossing = {static_cast<uint32_t>(value), begin + below, up_to - below};
+  } else if (lane == 31 && total < wanted) {
+    *crossing = {kBins, total, 0};
+  }
 }
 
 // What is chosen: distances below `bound`, and the first `ties` in slot order of those equal to it.
@@ -92,32 +82,32 @@ struct Threshold {
   int ties;
 };
 
-// Resolves the threshold of the `wanted` lowest, 0 < wanted < candidates, from a first pass over [0, width] whose bins
-// are complete; `own` are this lane's. Further passes, rarely needed, reuse them: into a bin of several distances, or
-// beyond `width`, up to `highest()`. All threads call it alike.
+// Resolves the threshold of the `wanted` lowest, 0 < wanted < candidates, from a first pass over `digit`, whose result
+// `crossing` is. Further passes, rarely needed, reuse both and `bins`: into a bin of several distances, or beyond the
+// first range, up to `highest()`. All threads call it alike, behind a barrier.
 template <int kThreads, int S, typename Highest>
-__device__ __forceinline__ Threshold find_threshold(const uint32_t (&distance)[S], int wanted, uint32_t width,
-                                                    OwnBins own, Highest highest, int* bins) {
-  Digit digit = Digit::of(0, width);
+__device__ __forceinline__ Threshold find_threshold(const uint32_t (&distance)[S], int wanted, Digit digit,
+                                                    Highest highest, int* bins, Crossing* crossing) {
   for (;;) {
-    const Crossing crossing = find_digit(own, wanted);
-    wanted -= crossing.before;
-    uint32_t low = digit.low + (crossing.value << digit.shift);
-    if (crossing.value < kBins) {
-      if (wanted == crossing.inside) return {low + (1u << digit.shift), 0};
+    const Crossing found = *crossing;
+    wanted -= found.before;
+    uint32_t low = digit.low + (found.value << digit.shift);
+    if (found.value < kBins) {
+      if (wanted == found.inside) return {low + (1u << digit.shift), 0};
       if (digit.shift == 0) return {low, wanted};
       digit = Digit::of(low, (1u << digit.shift) - 1u);
     } else {
       low = digit.low + digit.width + 1u;
       digit = Digit::of(low, highest() - low);
     }
-    __syncthreads();  // the bins have been read
+    __syncthreads();  // the bins have been read, and `crossing`
 #pragma unroll 1
     for (int i = threadIdx.x; i < kBins; i += kThreads) bins[i] = 0;
     __syncthreads();
     count_digit<S>(distance, digit, bins);
     __syncthreads();
-    own = OwnBins::load(bins);
+    if (threadIdx.x < 32) find_digit(bins, wanted, crossing);
+    __syncthreads();
   }
 }
 

@@ -75,8 +75,7 @@ def fetch_rows(
         integers(rows),
         integers(torch.arange(misses).expand(requests, misses)),
         integers(torch.full((requests,), misses)),
-        integers(torch.arange(requests)),
-        integers(torch.arange(requests)),
+        integers(torch.tensor([[request, request, misses, 0] for request in range(requests)])),
         integers(torch.arange(requests * blocks).view(1, requests, blocks)),
     )
     return lambda: ops.fetch(host, pool, *arguments, ROW_BYTES, BLOCK_SIZE, stride), pool, rows
