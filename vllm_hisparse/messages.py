@@ -15,6 +15,7 @@ __all__ = [
     "PageWrite",
     "Progress",
     "RegionWrite",
+    "Sampling",
     "StepMessage",
     "decode",
     "encode",
@@ -57,6 +58,13 @@ class Copy(NamedTuple):
     host_block: int
 
 
+class Sampling(NamedTuple):
+    """What the workers sample of the selections now and then, which is work on the device."""
+
+    misses: bool = False  # rows read from the host
+    heat: bool = False  # pages that are touched most
+
+
 class StepMessage(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Scheduler to workers, once a step. Applied in the order of the fields, before the step's forward."""
 
@@ -70,6 +78,7 @@ class StepMessage(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     transfer_id: int = -1  # names the copies and returned regions of this message; -1: nothing to acknowledge
     spill: tuple[Copy, ...] = ()  # device to host
     restore: tuple[Copy, ...] = ()  # host to device
+    sampling: Sampling | None = None  # from this step on; None: as before. At first there is none
 
     @property
     def is_empty(self) -> bool:

@@ -156,7 +156,7 @@ def test_a_newcomer_that_needs_a_region_and_gives_up_pages_gets_one_region(make_
     rig.run()
     coordinator = rig.coordinator
     request = rig.add("b", [*prompt, *range(60, 92)], max_tokens=4)
-    first = coordinator.host_pool.device_blocks(request.block_hashes[0])
+    first = coordinator.host_pool.on_device.find(request.block_hashes[0])
     assert first is not None
     coordinator.pool.evict_blocks({b.block_id for b in first})
     taken = coordinator.pool.get_new_blocks(8)  # as if other requests held them

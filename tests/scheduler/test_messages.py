@@ -11,6 +11,7 @@ from vllm_hisparse.messages import (
     PageWrite,
     Progress,
     RegionWrite,
+    Sampling,
     StepMessage,
     decode,
     encode,
@@ -25,6 +26,7 @@ FULL = StepMessage(
     transfer_id=9,
     spill=(Copy((11, 12), 22),),
     restore=(Copy((13, 14), 23),),
+    sampling=Sampling(misses=True),
 )
 
 

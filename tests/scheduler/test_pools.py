@@ -24,7 +24,7 @@ def hashes(rig: SchedulerRig) -> list[Any]:
 
 def evict(rig: SchedulerRig, page_hash: Any) -> None:
     coordinator = rig.coordinator
-    blocks = coordinator.host_pool.device_blocks(page_hash)
+    blocks = coordinator.host_pool.on_device.find(page_hash)
     assert blocks is not None
     coordinator.pool.evict_blocks({b.block_id for b in blocks})
 
@@ -46,11 +46,11 @@ def test_a_page_that_lacks_a_part_is_not_on_the_device(make_rig: Any) -> None:
     rig.run()
     host = rig.coordinator.host_pool
     page_hash = hashes(rig)[0]
-    blocks = host.device_blocks(page_hash)
+    blocks = host.on_device.find(page_hash)
     assert blocks is not None
     assert [get_group_id(b.block_hash) for b in blocks if b.block_hash] == [2, 3, 4]
     rig.coordinator.pool.evict_blocks({blocks[1].block_id})
-    assert host.device_blocks(page_hash) is None
+    assert host.on_device.find(page_hash) is None
     assert host.get_cached_block(page_hash, [0])[0].pool is host  # type: ignore[index]
 
 
@@ -61,13 +61,13 @@ def test_a_page_that_comes_again_is_found_where_it_is_now(make_rig: Any) -> None
     rig.run()
     host, pool = rig.coordinator.host_pool, rig.coordinator.pool
     page_hash = hashes(rig)[0]
-    before = host.device_blocks(page_hash)
-    assert before is not None and host.device_blocks(page_hash) == before
+    before = host.on_device.find(page_hash)
+    assert before is not None and host.on_device.find(page_hash) == before
     pool.evict_blocks({b.block_id for b in before})
-    assert host.device_blocks(page_hash) is None
+    assert host.on_device.find(page_hash) is None
     assert host.reset_prefix_cache()  # nor on the host: it is computed again
     rig.run()
-    after = host.device_blocks(page_hash)
+    after = host.on_device.find(page_hash)
     assert after is not None
     assert after == pool.get_cached_block(
         page_hash, [get_group_id(b.block_hash) for b in after if b.block_hash]

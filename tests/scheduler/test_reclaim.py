@@ -214,7 +214,7 @@ def test_a_newcomer_gets_the_last_region(make_rig: Any) -> None:
     coordinator, pool = rig.coordinator, rig.coordinator.pool
     request = rig.add("again", range(60), max_tokens=1)
     rig.scheduler.waiting.pop_request()
-    first = coordinator.host_pool.device_blocks(request.block_hashes[0])
+    first = coordinator.host_pool.on_device.find(request.block_hashes[0])
     assert first is not None
     pool.evict_blocks({b.block_id for b in first})
     pool.get_new_blocks(pool.get_num_free_blocks() - 29 - 6)

@@ -79,7 +79,7 @@ def test_what_is_kept_is_counted_as_blocks_come_and_go(make_rig: Any) -> None:
     rig = make_rig(**POOL, low=0.0)
     run_one(rig, "a", range(48))
     pool, order = rig.coordinator.pool, rig.coordinator.leases.order
-    kept = [b for b in pool.free_block_queue.get_all_free_blocks() if order._is_kept(b)]
+    kept = [b for b in pool.free_block_queue.get_all_free_blocks() if order._count_kept([b])]
     num_kept = order.num_kept
     assert num_kept == len(kept) >= 12  # the keys of twelve pages
 

@@ -109,6 +109,25 @@ def test_the_early_exit_changes_nothing(make_rig: Any) -> None:
     assert seen[0] == seen[1]
 
 
+def test_a_page_more_is_added_up_at_once_where_there_is_room(
+    make_rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Group by group vLLM asks only if something may have to be reclaimed."""
+    counts: Counter[str] = Counter()
+    name = "get_num_blocks_to_allocate"
+    for num_device_blocks, is_asked in ((400, False), (62, True)):
+        rig = decoding(make_rig, num_device_blocks=num_device_blocks, low=0.0, high=0.1)
+        with monkeypatch.context() as patch:
+            for manager in (SourceManager, ResidentManager):
+                patch.setattr(manager, name, counting(counts, name, getattr(manager, name)))
+            before = [len(record.pages) for record in rig.coordinator.records.values()]
+            for _ in range(PAGE):
+                rig.step()
+        assert [len(record.pages) for record in rig.coordinator.records.values()] == [n + 1 for n in before]
+        assert (counts[name] > 0) == is_asked
+        rig.run()
+
+
 def test_a_page_is_published_as_soon_as_its_tokens_are_known(make_rig: Any) -> None:
     """Not a step later, when slots are asked for: asynchronous scheduling learns tokens in between."""
     rig = make_rig(page_tokens=4, num_device_blocks=60)

@@ -9,6 +9,7 @@ the pool has no room for a region, refuses the latter.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
@@ -23,12 +24,27 @@ __all__ = ["NO_HIT", "Admission", "Hit"]
 class Hit:
     """A prefix hit as the pools see it before it is adopted."""
 
-    block_ids: frozenset[int] = frozenset()  # device blocks that adopting it leases
-    num_evictable: int = 0  # of these, blocks that are in the free queue now
+    on_device: Sequence[Sequence[KVCacheBlock]] = ()  # [page][part]; none for pages that only the host has
+    on_host: Sequence[KVCacheBlock | None] = ()  # [page]
+    num_evictable: int = 0  # device blocks that are in the free queue now
     num_clean: int = 0  # pages on both tiers that nobody else leases: their device leases can go back at once
     num_host_only: int = 0  # pages, with those of an import that are about to land on the host
-    num_pages: int = 0
     num_free_host: int = 0  # host blocks that adopting it takes out of the free queue, for imports
+
+    @property
+    def num_pages(self) -> int:
+        """Pages, without those of an import."""
+        return len(self.on_device)
+
+    @property
+    def num_blocks(self) -> int:
+        """Device blocks that adopting it leases."""
+        return sum(map(len, self.on_device))
+
+    @cached_property
+    def block_ids(self) -> frozenset[int]:
+        """The device blocks that adopting it leases."""
+        return frozenset([block.block_id for page in self.on_device for block in page])
 
     @property
     def has_backed(self) -> bool:
@@ -73,39 +89,26 @@ class Admission:
         """
         if not blocks:
             return Hit(num_host_only=num_landing) if num_landing else NO_HIT
-        on_device = [self._host_pool.hit_blocks(block) for block in blocks]
-        block_ids, num_evictable, num_clean = [], 0, 0
-        for block, page in zip(blocks, on_device, strict=True):
-            block_ids += [b.block_id for b in page]
-            num_free = [b.ref_cnt for b in page].count(0)
-            num_evictable += num_free
-            if num_free == len(page) > 0 and self._host_pool.published(block) is not None:
-                num_clean += 1
+        on_device, on_host = self._host_pool.hit_pages(blocks)
+        on_both = [page for page, host in zip(on_device, on_host, strict=True) if page and host is not None]
+        free_host = [host for host in on_host if host is not None and host.ref_cnt == 0]
         return Hit(
-            block_ids=frozenset(block_ids),
-            num_evictable=num_evictable,
-            num_clean=num_clean,
+            on_device=on_device,
+            on_host=on_host,
+            num_evictable=[block.ref_cnt for page in on_device for block in page].count(0),
+            num_clean=sum(not any(block.ref_cnt for block in page) for page in on_both),
             num_host_only=num_landing + on_device.count([]),
-            num_pages=len(blocks),
-            num_free_host=self._num_free_host(blocks, on_device) if num_landing else 0,
+            num_free_host=len(free_host) if num_landing else 0,
         )
-
-    def _num_free_host(
-        self, blocks: Sequence[KVCacheBlock], on_device: Sequence[Sequence[KVCacheBlock]]
-    ) -> int:
-        on_host = self._host_pool.host_copies(blocks, on_device)
-        return sum(block is not None and block.ref_cnt == 0 for block in on_host)
 
     def num_admissible(self, blocks: Sequence[KVCacheBlock]) -> int:
         """Leading pages of a prefix hit that an idle engine could start on."""
         if len(blocks) <= self._spare:
             return len(blocks)
         num_host_only, num_device_only = 0, 0
-        for page, block in enumerate(blocks):
-            if not self._host_pool.hit_blocks(block):
-                num_host_only += 1
-            elif self._host_pool.published(block) is None:
-                num_device_only += 1
+        for page, (on_device, on_host) in enumerate(zip(*self._host_pool.hit_pages(blocks), strict=True)):
+            num_host_only += not on_device
+            num_device_only += on_host is None
             crowded = num_device_only > self._spare and (num_host_only > 0 or not self._fits_whole)
             if crowded or (num_host_only > 0 and self._spare < 0):
                 return page

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from .admission import NO_HIT, Admission
+from .admission import NO_HIT, Admission, Hit
 from .records import Record
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ class Allocations:
         return self._hit.num_evictable + region
 
     @property
-    def num_hit_pages(self) -> int:
-        """Pages of the prefix hit, with those whose keys are external."""
-        return self._hit.num_pages
+    def hit(self) -> Hit:
+        """The prefix hit that `num_to_start` was asked about last, with pages whose keys are external."""
+        return self._hit
 
     def num_to_grow(self, request_id: str, num_tokens: int, num_pages: int, is_admission: bool) -> int:
         """Device blocks for `num_pages` pages that the request lacks, less what can be reclaimed for it.
@@ -91,6 +91,14 @@ class Allocations:
         self._num_tokens = num_tokens
         return need - self.num_reclaimable(request_id, num_tokens)
 
+    def num_lacking(self, request_id: str, num_tokens: int) -> int | None:
+        """What the groups' answers add up to for a running request, if there is so much room that nothing
+        would be reclaimed for it; else None.
+        """
+        num_missing = self._num_missing(request_id, num_tokens)
+        num_free = self._pool.get_num_free_blocks() - self._coordinator.regions.num_blocks
+        return num_missing if num_missing <= num_free else None
+
     def cap(self, request_id: str, num_pages: int) -> int:
         """Pages that a request must find room for to be admitted: not all, if the host can take the rest.
 
@@ -104,7 +112,7 @@ class Allocations:
 
     def num_reclaimable(self, request_id: str, num_tokens: int) -> int:
         """Device blocks that could be freed at once, as far as the request needs them."""
-        upper_bound = self._num_missing(request_id, num_tokens) + len(self._hit.block_ids)
+        upper_bound = self._num_missing(request_id, num_tokens) + self._hit.num_blocks
         upper_bound -= self._num_landing * self._parts
         if upper_bound <= 0:
             return 0
@@ -121,6 +129,10 @@ class Allocations:
         num_pages = -(-num_tokens // self._coordinator.layout.page_tokens)
         num_keys = sum(-(-num_tokens // manager.block_size) * n for manager, n in others)
         return num_keys + min(num_pages, self._admission.claim(False)) * num_parts
+
+    def num_slots(self, request_id: str) -> int:
+        """Tokens that the request's blocks hold in every group."""
+        return min(len(manager.req_to_blocks[request_id]) * manager.block_size for manager, _ in self._kinds)
 
     # ---- taking
 

@@ -96,8 +96,9 @@ class HiSparseCoordinator:
 
     def adopt(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
         """The request starts on a prefix hit."""
-        record = self._record(request_id)
-        self.leases.adopt(record, blocks)
+        record, hit = self._record(request_id), self.allocations.hit
+        assert hit.num_pages == len(blocks), "another hit is adopted than was asked about"
+        self.leases.adopt(record, hit)
         self.pressure.note_adoption(record)
         self._note_growth(record)
 
@@ -172,6 +173,7 @@ class HiSparseCoordinator:
             transfer_id=-1 if transfer is None else transfer.transfer_id,
             spill=() if transfer is None else tuple(copy.message for copy in transfer.spills),
             restore=() if transfer is None else tuple(copy.message for copy in transfer.restores),
+            sampling=changes.sampling,
         )
 
     def acknowledge(self, ack: Acknowledgement) -> None:

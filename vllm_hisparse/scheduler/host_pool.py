@@ -13,6 +13,8 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.request import Request
 
+from .device_pages import DevicePages
+
 __all__ = ["HostPool", "OneBlock"]
 
 
@@ -44,17 +46,14 @@ class HostPool(BlockPool):
     ) -> None:
         self._device_pool = device_pool
         self._source_group_id = source_group_id
-        self._resident_group_ids = resident_group_ids
-        # What vLLM appends to a page's hash to make a key of it, in the source group and in part 0.
+        self.on_device = DevicePages(device_pool, resident_group_ids)
+        # What vLLM appends to a page's hash to make a key of it.
         self._source_suffix = make_block_hash_with_group_id(BlockHash(b""), source_group_id)
-        self._device_suffix = make_block_hash_with_group_id(BlockHash(b""), resident_group_ids[0])
         self._before_reset: Callable[[], list[KVCacheBlock]] | None = None
         self.num_admissible: Callable[[Sequence[KVCacheBlock]], int] = len  # leading pages of a hit to use
         self.num_evictions = 0  # since start
         self.num_published = 0  # blocks that hold a published page; requests may publish the same page twice
         self.epoch = 0  # counts resets: a copy that was planned before one must not be published after it
-        # Pages found on the device, by hash: their blocks, and the hashes that these had then.
-        self._found: dict[BlockHash, tuple[list[KVCacheBlock], list[BlockHashWithGroupId | None]]] = {}
         super().__init__(
             num_blocks,
             device_pool.enable_caching,
@@ -85,31 +84,11 @@ class HostPool(BlockPool):
 
         Called for every page of a long prompt: few calls here.
         """
-        on_device = self._device_pool.cached_block_hash_to_block.get_one_block(
-            BlockHashWithGroupId(block_hash + self._device_suffix)
-        )
-        if on_device is not None and (blocks := self.device_blocks(block_hash)):
-            return blocks[:1]
+        on_device = self.on_device.find(block_hash)
+        if on_device is not None:
+            return on_device[:1]
         on_host = self.host_block(block_hash)
         return None if on_host is None else [on_host]
-
-    def device_blocks(self, block_hash: BlockHash) -> list[KVCacheBlock] | None:
-        """The device's blocks of the page, one a part, or None unless every part has its own.
-
-        A prompt's pages are looked up several times while it is admitted, and vLLM makes a key of its own for
-        every part. So we remember what was found: a block holds a page for as long as it has the page's hash.
-        """
-        found = self._found.get(block_hash)
-        if found is not None and [block.block_hash for block in found[0]] == found[1]:
-            return found[0]
-        blocks = self._device_pool.get_cached_block(block_hash, self._resident_group_ids)
-        if blocks is None:
-            self._found.pop(block_hash, None)
-            return None
-        if len(self._found) >= self._device_pool.num_gpu_blocks:  # most of it is of pages long gone
-            self._found.clear()
-        self._found[block_hash] = blocks, [block.block_hash for block in blocks]
-        return blocks
 
     def host_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
         """The published host block of the page, or None."""
@@ -117,21 +96,19 @@ class HostPool(BlockPool):
             BlockHashWithGroupId(block_hash + self._source_suffix)
         )
 
-    def hit_blocks(self, block: KVCacheBlock) -> list[KVCacheBlock]:
-        """All parts' blocks of a prefix hit that the device has; nothing for one that only the host has."""
-        if block.pool is self:
-            return []
-        assert block.block_hash is not None
-        found = self.device_blocks(get_block_hash(block.block_hash))
-        assert found is not None, "a device hit has a block in every part"
-        return found
+    def hit_pages(
+        self, blocks: Sequence[KVCacheBlock]
+    ) -> tuple[list[list[KVCacheBlock]], list[KVCacheBlock | None]]:
+        """Of each page of a prefix hit, all parts' device blocks, none if only the host has it; and its host
+        block, None if only the device has it.
 
-    def host_copies(
-        self, blocks: Sequence[KVCacheBlock], on_device: Sequence[Sequence[KVCacheBlock]]
-    ) -> list[KVCacheBlock | None]:
-        """The host block of each page of a prefix hit, by its `hit_blocks`; None for one that has none."""
+        vLLM has looked the hit up just now.
+        """
+        on_device = [[] if block.pool is self else self.on_device.of(block) for block in blocks]
+        if not self.num_published:
+            return on_device, [None] * len(blocks)
         pages = zip(blocks, on_device, strict=True)
-        return [self.published(block) if found else block for block, found in pages]
+        return on_device, [self.published(block) if found else block for block, found in pages]
 
     def published(self, block: KVCacheBlock) -> KVCacheBlock | None:
         """The host block published under a device block's hash."""
@@ -201,10 +178,14 @@ class HostPool(BlockPool):
         return done
 
     def check_integrity(self) -> None:
-        """Free and leased blocks add up to the pool, and no free block is leased. Raises AssertionError."""
+        """Free and leased blocks add up to the pool, no free block is leased, and lookups find what is there.
+
+        Raises AssertionError.
+        """
         free = {block.block_id for block in self.free_block_queue.get_all_free_blocks()}
         leased = [b.block_id for b in self.blocks if b.ref_cnt > 0 and not b.is_null]
         assert free.isdisjoint(leased), "a leased host block is in the free queue"
         assert len(free) + len(leased) == self.num_gpu_blocks - 1, "host blocks lost"
         published = sum(block.block_hash is not None for block in self.blocks)
         assert published == self.num_published, "published host blocks miscounted"
+        self.on_device.check_integrity()

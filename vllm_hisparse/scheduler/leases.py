@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash
 
 from vllm_hisparse.messages import PageWrite
 
+from .admission import Hit
 from .extents import Extents
 from .host_pool import HostPool
 from .managers import ResidentManager, SourceManager
@@ -79,38 +80,36 @@ class PageLeases:
     def entries(self, record: Record, first: int, end: int) -> list[PageWrite]:
         """Table entries of the pages [first, end), as their states demand."""
         request_id, slot, nowhere = record.request_id, record.slot, (-1,) * self._num_parts
-        rows = [rows[request_id][first:end] for rows in self._rows]
+        rows = [[block.block_id for block in rows[request_id][first:end]] for rows in self._rows]
+        pages = zip(record.pages.on_device(first, end), zip(*rows, strict=True), strict=True)
         writes = []
-        for page, blocks in enumerate(zip(*rows, strict=True), first):
-            device, host, _ = STATES[record.pages[page]]
-            if device in (Device.LEASED, Device.LOOSE):
-                writes.append(PageWrite(slot, page, tuple([b.block_id for b in blocks]), -1))
+        for page, (is_on_device, blocks) in enumerate(pages, first):
+            if is_on_device:
+                writes.append(PageWrite(slot, page, blocks, -1))
                 continue
-            assert host is not Host.NONE
             host_block = self._source.host_block(request_id, page)
+            assert not host_block.is_null
             writes.append(PageWrite(slot, page, nowhere, host_block.block_id))
         return writes
 
     # ---- a page's life
 
-    def adopt(self, record: Record, blocks: Sequence[KVCacheBlock]) -> None:
+    def adopt(self, record: Record, hit: Hit) -> None:
         """Lease the pages of a prefix hit, on whichever tier each of them is."""
-        on_device = [self._host_pool.hit_blocks(block) for block in blocks]
-        on_host = self._host_pool.host_copies(blocks, on_device)
+        on_device, on_host = hit.on_device, hit.on_host
         self._host_pool.touch([block for block in on_host if block is not None])
         self._source.set_prefix(record.request_id, on_host)
-        self._pool.touch([block for found in on_device for block in found])
+        self._pool.touch([block for page in on_device for block in page])
         nowhere = [self._pool.null_block] * self._num_parts
-        for manager, row in zip(
-            self._resident, zip(*[f or nowhere for f in on_device], strict=True), strict=True
-        ):
+        rows = zip(*[page or nowhere for page in on_device], strict=True)
+        for manager, row in zip(self._resident, rows, strict=True):
             manager.set_prefix(record.request_id, list(row))
         record.pages.extend(
-            PageState.HOST if not found else PageState.CLEAN if host else PageState.DIRTY
-            for found, host in zip(on_device, on_host, strict=True)
+            PageState.HOST if not page else PageState.CLEAN if host else PageState.DIRTY
+            for page, host in zip(on_device, on_host, strict=True)
         )
         num_host_hits = on_device.count([])
-        self.counters.device_hits += len(blocks) - num_host_hits
+        self.counters.device_hits += hit.num_pages - num_host_hits
         self.counters.host_hits += num_host_hits
 
     def spill(self, record: Record, page: int, transfer: Transfer) -> bool:
@@ -176,7 +175,7 @@ class PageLeases:
         host = self._source.host_block(record.request_id, page)
         if host.block_hash is None or not self._resident[0].has_passed(record.request_id, page):
             return False  # vLLM would publish the blocks a second time, under this request
-        found = self._host_pool.device_blocks(get_block_hash(host.block_hash))
+        found = self._host_pool.on_device.find(get_block_hash(host.block_hash))
         if found is None:
             return False
         self._pool.touch(found)

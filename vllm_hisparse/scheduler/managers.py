@@ -177,6 +177,7 @@ class ResidentManager(SingleTypeKVCacheManager):
         """Join the coordinator as `part`."""
         self.coordinator = coordinator
         self.part = part
+        self._is_last = part == len(coordinator.resident) - 1  # to publish a page
 
     @classmethod
     def find_longest_cache_hit(
@@ -209,7 +210,7 @@ class ResidentManager(SingleTypeKVCacheManager):
         if request_id in self.num_cached_block:
             have = len(self.req_to_blocks[request_id])
         else:
-            have = self.coordinator.allocations.num_hit_pages
+            have = self.coordinator.allocations.hit.num_pages
         num_pages = max(cdiv(num_tokens, self.block_size) - have, 0)
         return self.coordinator.allocations.num_to_grow(
             request_id, num_tokens, num_pages, apply_admission_cap
@@ -284,6 +285,8 @@ class ResidentManager(SingleTypeKVCacheManager):
                 self.coordinator.arrived(request_id, cached, full),
             )
             self.num_cached_block[request_id] = full
+            if self._is_last:
+                self.coordinator.host_pool.on_device.note_published(blocks[cached:full])
             if self.part == 0:
                 self.coordinator.num_published += full - cached
 
@@ -299,6 +302,8 @@ class ResidentManager(SingleTypeKVCacheManager):
             self.block_pool.cache_full_blocks(
                 request, OneBlock(block), page, page + 1, self.block_size, self.kv_cache_group_id
             )
+            if self._is_last:
+                self.coordinator.host_pool.on_device.note_published([block])
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Blocks whose lease the request still holds itself; the coordinator took the others out of the row

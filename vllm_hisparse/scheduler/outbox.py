@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from vllm_hisparse.messages import Binding, PageWrite, RegionWrite
+from vllm_hisparse.messages import Binding, PageWrite, RegionWrite, Sampling
 
 from .leases import PageLeases
 from .records import Record
@@ -17,9 +17,10 @@ class Changes(NamedTuple):
     bind: tuple[Binding, ...]
     regions: tuple[RegionWrite, ...]
     pages: tuple[PageWrite, ...]
+    sampling: Sampling | None
 
 
-NOTHING = Changes((), (), (), ())
+NOTHING = Changes((), (), (), (), None)
 
 
 class Outbox:
@@ -30,6 +31,8 @@ class Outbox:
         self.free_slots = list(range(max_requests - 1, -1, -1))
         self.by_slot: dict[int, Record] = {}
         self.grown: dict[Record, None] = {}  # have pages that the workers do not know
+        self.sampling = Sampling()  # that somebody may need
+        self._known_sampling = self.sampling  # to the workers
         self._bound: list[Binding] = []
         self._unbound: list[str] = []
         self._regions: dict[int, RegionWrite] = {}  # by slot: the last one of a step counts
@@ -69,11 +72,12 @@ class Outbox:
     def take(self) -> Changes:
         """Everything since the last call."""
         pages = self._take_pages()
-        if not (pages or self._bound or self._unbound or self._regions):
+        sampling = self._take_sampling()
+        if not (pages or sampling or self._bound or self._unbound or self._regions):
             return NOTHING
         unbound, self._unbound = self._unbound, []
         bound, self._bound = self._bound, []
-        return Changes(tuple(unbound), tuple(bound), self._take_regions(), tuple(pages))
+        return Changes(tuple(unbound), tuple(bound), self._take_regions(), tuple(pages), sampling)
 
     def _take_regions(self) -> tuple[RegionWrite, ...]:
         writes, self._regions = self._regions, {}
@@ -82,6 +86,12 @@ class Outbox:
             if record is not None and record.region is not None:
                 record.region.num_intact = record.region.num_rows
         return tuple(writes.values())
+
+    def _take_sampling(self) -> Sampling | None:
+        if self.sampling == self._known_sampling:
+            return None
+        self._known_sampling = self.sampling
+        return self.sampling
 
     def _take_pages(self) -> list[PageWrite]:
         pages = self._leases.take_changes()

@@ -3,7 +3,7 @@
 Levels of free device blocks, less what is kept for prefixes (`reuse.py`), from an idle pool to a full one:
 
 - above *high*: nothing is copied; requests whose pages are away get them back, a few a step, if all of them
-  fit above high.
+  fit above high. Which pages are hot is sampled only below, or if a request lacks blocks.
 - below *high*: sealed pages are copied to the host (materialised) so that their leases can be returned at
   once later. With `eager_host_mirror` off this starts at *low* only. At any level it starts when a request
   waits for blocks, or a running one cannot grow.
@@ -19,6 +19,8 @@ give; within a request the tail goes first. Pages that several requests share go
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from vllm_hisparse.messages import Sampling
 
 from .elastic import RegionSizes
 from .records import Record
@@ -142,6 +144,7 @@ class Pressure:
         """
         free = self._order.num_spare()
         self._note_level(free)
+        may_reclaim = free <= self.high or self._is_short or is_waited_for
         if free < self._copy_below or self._is_short or is_waited_for:
             self._materialise()
         if self._always_host:
@@ -157,6 +160,8 @@ class Pressure:
             self.regions.grow(self._order.num_spare() - self.high)
         self._fresh.clear()
         self._is_short = False
+        has_regions = len(self._coordinator.regions.leased) > 0
+        self._coordinator.outbox.sampling = Sampling(misses=has_regions, heat=may_reclaim)
 
     def _num_returning(self) -> int:
         """Blocks of regions that come back as soon as their slots are acknowledged as dead."""

@@ -151,6 +151,7 @@ TRANSITIONS: dict[tuple[PageState, Event], PageState] = {
 
 _BY_VALUE = tuple(PageState)  # faster than calling the class
 ON_DEVICE = frozenset(s for s, (device, _, _) in STATES.items() if device in (Device.LEASED, Device.LOOSE))
+_IS_ON_DEVICE = tuple(s in ON_DEVICE for s in PageState)  # by value
 UNPINNABLE = frozenset(s for s, e in TRANSITIONS if e is Event.UNPIN)
 SETTLED = frozenset(s for s in UNPINNABLE if STATES[s][1] is Host.VALID)  # of these, with a written host copy
 # What a request that reads the page needs a hot region for. A page on its way to the device is not read.
@@ -238,6 +239,10 @@ class PageTable:
     def num_host_only(self) -> int:
         """Pages that can only be read from the host."""
         return self.count(*HOST_ONLY)
+
+    def on_device(self, first: int, end: int) -> list[bool]:
+        """Whether each of the pages [first, end) can be read on the device."""
+        return [_IS_ON_DEVICE[state] for state in self._states[first:end]]
 
     def pages_in(self, *states: PageState) -> list[int]:
         """Page numbers in any of `states`, ascending.

@@ -53,7 +53,7 @@ class ReuseOrder:
 
     def check_integrity(self) -> None:
         """What is kept is what a count of the free blocks finds. Raises AssertionError."""
-        assert self.num_kept == sum(map(self._is_kept, self._free())), "kept blocks miscounted"
+        assert self.num_kept == self._count_kept(self._free()), "kept blocks miscounted"
 
     # ---- what is called in place of the pool's own
 
@@ -63,7 +63,7 @@ class ReuseOrder:
             empty = list(islice(takewhile(self._is_empty, self._free()), num_blocks))
             if len(empty) < num_blocks:
                 self._bring_forward(empty)
-        num_kept = sum(map(self._is_kept, islice(self._free(), num_blocks))) if self.num_kept else 0
+        num_kept = self._count_kept(islice(self._free(), num_blocks)) if self.num_kept else 0
         blocks = self._take(num_blocks)
         self.num_kept -= num_kept
         return blocks
@@ -71,18 +71,18 @@ class ReuseOrder:
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """See `BlockPool.touch`."""
         if self.num_kept:
-            self.num_kept -= sum(map(self._is_kept, _once(blocks)))
+            self.num_kept -= self._count_kept(blocks)
         self._touch(blocks)
 
     def free(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """See `BlockPool.free_blocks`. Blocks of other pools may be among them; it passes them on."""
         blocks = list(ordered_blocks)
         self._free_blocks(blocks)
-        self.num_kept += sum(map(self._is_kept, _once(b for b in blocks if b.pool is self._pool)))
+        self.num_kept += self._count_kept(b for b in blocks if b.pool is self._pool)
 
     def evict(self, block_ids: set[int]) -> None:
         """See `BlockPool.evict_blocks`."""
-        self.num_kept -= sum(self._is_kept(self._pool.blocks[block_id]) for block_id in block_ids)
+        self.num_kept -= self._count_kept(self._pool.blocks[block_id] for block_id in block_ids)
         self._evict(block_ids)
 
     def reset(self) -> bool:
@@ -104,9 +104,10 @@ class ReuseOrder:
             queue.remove(block)
         queue.prepend_n(moved)
 
-    def _is_kept(self, block: KVCacheBlock) -> bool:
-        """Whether a block of the pool is free and holds what the host does not have."""
-        return block.ref_cnt == 0 and block.block_hash is not None and not self._is_watched(block)
+    def _count_kept(self, blocks: Iterable[KVCacheBlock]) -> int:
+        """How many blocks of these, each counted once, are free and hold what the host does not have."""
+        full = {b.block_id for b in blocks if b.ref_cnt == 0 and b.block_hash is not None}
+        return len(full.difference(self._pool._reuse_watchers))
 
     def _is_empty(self, block: KVCacheBlock) -> bool:
         return block.block_hash is None and not self._is_watched(block)
@@ -122,7 +123,3 @@ class ReuseOrder:
         while block is not None and block is not queue.fake_free_list_tail:
             yield block
             block = block.next_free_block
-
-
-def _once(blocks: Iterable[KVCacheBlock]) -> Iterable[KVCacheBlock]:
-    return {block.block_id: block for block in blocks}.values()

@@ -34,10 +34,10 @@ class SteadySlots:
         self._refusal = coordinator.refusal
         self._count = manager.coordinator.get_num_blocks_to_allocate
         manager.coordinator.get_num_blocks_to_allocate = self._watched_count
-        self._num_wanted = 0  # device blocks, when vLLM last added up what a request takes
+        self._is_growth = False  # what vLLM adds up is for a running request
+        self._num_wanted = 0  # device blocks, when vLLM last added up what another one takes
         self._watermark = manager.watermark_blocks
         self._records = coordinator.records
-        self._rows = [(m.req_to_blocks, m.block_size) for m in coordinator.on_device]
         self._unit = manager.block_pool.hash_block_size
         self._num_reprefillable = manager.coordinator.num_reprefillable_tokens
 
@@ -64,13 +64,18 @@ class SteadySlots:
             and (end < record.next_publication or request.num_tokens < record.next_publication)
         ):
             return self._nothing
+        self._is_growth = True
         blocks = self._ask(0, request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
         if blocks is not None and record is not None:
             self._note(record, min(end, request.num_tokens))
         return blocks
 
-    def _watched_count(self, *args: Any, **kwargs: Any) -> int:
-        self._num_wanted = self._count(*args, **kwargs)
+    def _watched_count(self, **kwargs: Any) -> int:
+        """See `KVCacheCoordinator.get_num_blocks_to_allocate`, which asks group by group."""
+        if self._is_growth:
+            num_lacking = self._allocations.num_lacking(kwargs["request_id"], kwargs["num_tokens"])
+            return self._count(**kwargs) if num_lacking is None else num_lacking
+        self._num_wanted = self._count(**kwargs)
         return self._num_wanted
 
     def _ask(self, num_kept: int, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
@@ -78,6 +83,7 @@ class SteadySlots:
         try:
             return self._allocate(request, *args, **kwargs)
         finally:
+            self._is_growth = False
             self._allocations.end()
 
     def publish(self, request: Request, num_computed_tokens: int) -> None:
@@ -91,7 +97,7 @@ class SteadySlots:
 
     def _note(self, record: Record, num_cached: int) -> None:
         """vLLM has allocated, and published what is full of the first `num_cached` tokens."""
-        record.num_slots = min(len(rows[record.request_id]) * size for rows, size in self._rows)
+        record.num_slots = self._allocations.num_slots(record.request_id)
         self._note_published(record, num_cached)
 
     def _note_published(self, record: Record, num_cached: int) -> None:

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
 
-from vllm_hisparse.messages import Acknowledgement, Copy, PageWrite, Progress, RegionWrite, StepMessage
+from vllm_hisparse.messages import (
+    Acknowledgement,
+    Copy,
+    PageWrite,
+    Progress,
+    RegionWrite,
+    Sampling,
+    StepMessage,
+)
 
 __all__ = ["Content", "CopyTiming", "Rank", "Span"]
 
@@ -70,6 +78,7 @@ class Rank:
         self.slots: dict[str, int] = {}
         self.pages: dict[int, dict[int, PageWrite]] = {}  # by slot and page
         self.regions: dict[int, RegionWrite] = {}  # by slot
+        self.sampling = Sampling()
         self.copying: deque[_Transfer] = deque()  # in stream order
         self.progress = Progress()
         self.reported = Progress()
@@ -104,6 +113,9 @@ class Rank:
             self.pages[write.slot][write.page] = write
         if message.transfer_id >= 0:
             self._submit(message)
+        if message.sampling is not None:
+            assert message.sampling != self.sampling, "what is sampled was said twice"
+            self.sampling = message.sampling
 
     def complete(self, num_transfers: int) -> None:
         """The stream gets through its oldest transfers, unless other ranks of its pool hold it back."""
@@ -129,9 +141,10 @@ class Rank:
 
     def take_acknowledgement(self, misses: dict[int, int]) -> Acknowledgement | None:
         """The rank's progress, if there is news or it is time to repeat it, with the step's `misses` by
-        slot.
+        slot, if they are sampled.
         """
         self.num_steps += 1
+        misses = misses if self.sampling.misses else {}
         if self.progress == self.reported and not misses and self.num_steps % REPEAT_STEPS:
             return None
         self.reported = self.progress

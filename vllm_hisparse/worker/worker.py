@@ -4,7 +4,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_hisparse.messages import Acknowledgement, Progress, StepMessage, decode
+from vllm_hisparse.messages import Acknowledgement, Progress, Sampling, StepMessage, decode
 from vllm_hisparse.runtime.runtime import HiSparseRuntime
 from vllm_hisparse.runtime.step import StepShape
 
@@ -41,6 +41,8 @@ class HiSparseWorker:
         self._completed = -1
         self._failed: list[int] = []
         self._reported = Progress()
+        self._sampling = Sampling()
+        self._has_old_misses = False  # the next sample may be of slots' former owners
         self._misses: dict[int, int] = {}
         self._heat: dict[int, tuple[int, ...]] = {}
         self._num_steps = 0
@@ -67,9 +69,11 @@ class HiSparseWorker:
         A forward that is no step's must not touch a request's state.
         """
         self._num_steps += 1
-        if self._num_steps % MISS_SAMPLE_STEPS == 0:
-            self._misses = self.runtime.sample_misses()
-        if self._num_steps % HEAT_SAMPLE_STEPS == 0:
+        if self._sampling.misses and self._num_steps % MISS_SAMPLE_STEPS == 0:
+            misses = self.runtime.sample_misses()
+            self._misses = {} if self._has_old_misses else misses
+            self._has_old_misses = False
+        if self._sampling.heat and self._num_steps % HEAT_SAMPLE_STEPS == 0:
             self._heat = self.runtime.sample_heat()
         if self._has_dummy_steps:
             self.runtime.set_batch([])
@@ -104,6 +108,10 @@ class HiSparseWorker:
             runtime.write_pages(message.pages)
         if message.transfer_id >= 0:
             self._submit(message)
+        if message.sampling is not None:
+            if not self._sampling.misses:
+                self._has_old_misses = True
+            self._sampling = message.sampling
 
     def _submit(self, message: StepMessage) -> None:
         """Enqueue the message's copies. If that fails, the scheduler is told, and the pages stay where they
