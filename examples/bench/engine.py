@@ -10,10 +10,13 @@ layer reading its own rows (`by_layer`: `prefetch` off).
     long       one context ten times the pool
 
 The first round of the prompts fills the caches; figures are medians of the rounds behind it. A round longer
-than `--limit-s` is cut off, its figures are of what it did until then, and `finished` is false. With
-`--at-once`, engines of a scenario take turns, round by round. Of a decode step, `cpu_ms` is what the engine's
-thread computes, `waits` how often it gives up its core, `graph_ms` what the GPU takes for the forward;
-`lead_s` is the time until as many decode as ever will.
+than `--limit-s` is cut off, its figures are of what it did until then, and `finished` is false. With `--at-
+once`, engines of a scenario take turns, round by round; `of_first` is the median of what a round's figures
+are of those of the same round of the scenario's first engine, because a machine is faster in one second
+than in the next. `decode_tokens_per_s` is of the decode steps alone, for a round begins with the last
+tokens of the prompts. Of a decode step, `fast_step_ms` is what a tenth of them stays below, whatever else
+the machine does; `cpu_ms` is what the engine's thread computes, `waits` how often it gives up its core,
+`graph_ms` what the GPU takes for the forward; `lead_s` is the time until as many decode as ever will.
 
 Models have eight layers of real sizes and random weights: "separate" runs an indexer in every layer, "shared"
 one for four.
@@ -33,7 +36,7 @@ from common import environment, write_json
 from engine_worker import PATTERNS, Run, make_model
 from processes import run_in_turn, run_script
 
-RESIDENT = {"kv_gib": 4.0, "requests": 16, "context": 16384, "num_tokens": 512, "host_gib": 8.0, "rounds": 6}
+RESIDENT = {"kv_gib": 4.0, "requests": 16, "context": 16384, "num_tokens": 512, "host_gib": 8.0, "rounds": 21}
 PRESSURE = {
     "kv_gib": 0.8,
     "requests": 16,
@@ -64,10 +67,11 @@ SCENARIOS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 OF_MODEL = {("replayed", "separate"): {"kv_gib": 1.6}}  # what else a scenario has for one model
 MEASURED = (
-    "tokens_per_s", "tpot_ms", "mean_step_ms", "cpu_ms", "graph_ms", "waits", "decode_batch", "decode_steps",
-    "preemptions", "hit_rate", "lead_s", "seconds",
+    "tokens_per_s", "decode_tokens_per_s", "tpot_ms", "mean_step_ms", "fast_step_ms", "cpu_ms", "graph_ms",
+    "waits", "decode_batch", "decode_steps", "preemptions", "hit_rate", "lead_s", "seconds",
 )  # fmt: skip
-COLUMNS = ("model", "scenario", "impl", "batch", "context", *MEASURED[:-1], "finished", "start_s")
+COMPARED = ("tokens_per_s", "decode_tokens_per_s")  # round by round, with the scenario's first engine
+COLUMNS = ("model", "scenario", "impl", "batch", "context", *MEASURED[:-1], "of_first", "finished", "start_s")
 COLORS = {
     "ours": "#0b6e4f",
     "ours_keys": "#4fa382",
@@ -101,6 +105,14 @@ def _num_identical(result: dict[str, Any], reference: dict[str, Any]) -> int | N
     return sum(a == b for a, b in zip(*tokens, strict=True)) if tokens[0] and tokens[1] else None
 
 
+def _of_first(result: dict[str, Any], reference: dict[str, Any]) -> dict[str, float] | None:
+    """What the rounds behind the first are of the reference's, a median each."""
+    pairs = list(zip(result["rounds"][1:], reference.get("rounds", [])[1:], strict=False))
+    if not pairs or not all(r[key] for pair in pairs for r in pair for key in COMPARED):
+        return None
+    return {key: round(median(ours[key] / theirs[key] for ours, theirs in pairs), 4) for key in COMPARED}
+
+
 def row_of(scenario: str, run: Run, result: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     """Medians of the rounds behind the first, or of the only one; `reference`: of the scenario's first
     engine.
@@ -117,6 +129,7 @@ def row_of(scenario: str, run: Run, result: dict[str, Any], reference: dict[str,
         "context": run.context,
         "kv_gib": run.kv_gib,
         **{key: round(median(values), 4) if values else None for key, values in figures.items()},
+        "of_first": _of_first(result, reference),
         "identical": _num_identical(result, reference),
         "finished": all(r["finished"] for r in result["rounds"]),
         "num_rounds": len(rounds),

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
 from typing import Any
 
 from watching import GraphTimes, RoundCutOff, Schedule
@@ -235,6 +235,8 @@ def measure(
         "decode_steps": len(full),
         "tpot_ms": round(median(took) * 1e3, 3) if took else None,
         "mean_step_ms": round(fmean(took) * 1e3, 3) if took else None,
+        "fast_step_ms": round(quantiles(took, n=10)[0] * 1e3, 3) if len(took) > 1 else None,
+        "decode_tokens_per_s": round(busiest / fmean(took), 1) if took and not run.draft_tokens else None,
         "cpu_ms": round(median(then.cpu - step.cpu for step, then in full) * 1e3, 3) if full else None,
         "graph_ms": round(median(graph_ms), 3) if graph_ms else None,
         "waits": round(fmean(then.waits - step.waits for step, then in full), 2) if full else None,

@@ -254,7 +254,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   int32_t* rows = p.rows + first_entry;
   uint32_t is_hit = 0, is_miss = 0, seen_before[E] = {};
   int place = 0;
+  RankRange ranks{UINT32_MAX, 0, 0};
+  uint32_t lowest = 0;
+  Digit low_ranks{};
   if (has_region) {
+    if (lane < kWarps) ranks = rank_ranges[lane];
+    lowest = __reduce_min_sync(kAllLanes, ranks.lowest) + 1u;
+    low_ranks = Digit::of(0, rank_distance(__reduce_max_sync(kAllLanes, ranks.limit), lowest));
     if (__any_sync(kAllLanes, is_wanted != 0)) {
 #pragma unroll
       for (int e = 0; e < E; ++e) is_miss |= static_cast<uint32_t>(slot[e] < 0) << e;
@@ -307,9 +313,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int first_place = place + __reduce_add_sync(kAllLanes, lane < warp ? other.misses : 0);
 
     // -- 3. list the misses; count the low ranks --
-    const RankRange ranks = lane < kWarps ? rank_ranges[lane] : RankRange{UINT32_MAX, 0, 0};
-    const uint32_t lowest = __reduce_min_sync(kAllLanes, ranks.lowest) + 1u;
-    const Digit low_ranks = Digit::of(0, rank_distance(__reduce_max_sync(kAllLanes, ranks.limit), lowest));
     place = first_place;
 #pragma unroll
     for (int e = 0; e < E; ++e)
@@ -343,7 +346,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     num_loads = min(num_misses, num_candidates);
 
     // -- 5. victims in slot order; one warp looks for their threshold, others would hold it up --
-    if (warp == 0 && 0 < num_loads && num_loads < num_candidates) find_digit(bins, num_loads, &crossing);
+    if (warp == 0 && num_listed > 0) find_digit(bins, num_misses, &crossing);  // of use if there are more candidates
     if (num_listed > 0) __syncthreads();
     // -- hits' keys; from here on all warps work, where one has looked for the threshold --
     int32_t touched[S];  // of all slots, so that what they look up comes at once and without branches
