@@ -10,12 +10,12 @@ layer reading its own rows (`by_layer`: `prefetch` off).
     long       one context ten times the pool
 
 The first round of the prompts fills the caches; figures are medians of the rounds behind it. A round longer
-than `--limit-s` is cut off, its figures are of what it did until then, and `finished` is false. With `--at-
-once`, engines of a scenario take turns, round by round; `of_first` is the median of what a round's figures
-are of those of the same round of the scenario's first engine, because a machine is faster in one second
-than in the next. `decode_tokens_per_s` is of the decode steps alone, for a round begins with the last
-tokens of the prompts. Of a decode step, `fast_step_ms` is what a tenth of them stays below, whatever else
-the machine does; `cpu_ms` is what the engine's thread computes, `waits` how often it gives up its core,
+than `--limit-s` is cut off, its figures are of what it did until then, and `finished` is false. With
+`--at-once`, engines of a scenario take turns, round by round; `of_first` is the median of what a round's
+figures are of those of the same round of the scenario's first engine, because a machine is faster in one
+second than in the next. `decode_tokens_per_s` is of the decode steps alone, for a round begins with the last
+tokens of the prompts. Of a decode step, `fast_step_ms` is what a tenth of them stays below, whatever else the
+machine does; `cpu_ms` is what the engine's thread computes, `waits` how often it gives up its core,
 `graph_ms` what the GPU takes for the forward; `lead_s` is the time until as many decode as ever will.
 
 Models have eight layers of real sizes and random weights: "separate" runs an indexer in every layer, "shared"
