@@ -31,6 +31,7 @@ _FLASHMLA = dict.fromkeys([(0, 32), (0, 33)], "vllm.v1.attention.backends.mla.fl
 _OFFLOADING = dict.fromkeys(
     [(0, 32), (0, 33)], "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 )
+_WORKER_UTILS = dict.fromkeys([(0, 32), (0, 33)], "vllm.v1.worker.utils")
 _WORKER = dict.fromkeys([(0, 32), (0, 33)], "vllm.v1.worker.gpu_worker")
 _INDEX_GROUP = dict.fromkeys([(0, 32), (0, 33)], "vllm.v1.attention.backends.mla.index_group")
 
@@ -89,6 +90,14 @@ LEDGER = (
         replacement="runtime.binding:init_kv_cache",
         why="allocates both pools and binds the index groups' layers to them",
         drop_when="a connector can allocate KV caches",
+    ),
+    Seam(
+        symbol="AttentionGroup._with_kernel_block_table",
+        modules=_WORKER_UTILS,
+        parameters=("self", "common_attn_metadata", "ubatch_idx"),
+        replacement="runtime.kernel_blocks:with_kernel_block_table",
+        why="maps indexer blocks of several pages in every step, in less of the host's time than vLLM's",
+        drop_when="vLLM keeps the views it writes to, or maps only what has changed",
     ),
     Seam(
         symbol="build_hisparse_prefill_staging_plan",
