@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0, help="limit for one configuration")
     parser.add_argument("--processes", type=int, default=len(SHAPES))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="what to record")
     args = parser.parse_args()
     jobs = [(index, args.steps, args.seconds) for index in range(len(SHAPES))]
     with get_context("spawn").Pool(args.processes) as pool:
@@ -52,7 +53,10 @@ def main() -> None:
             print(result["error"])
     if args.out:
         args.out.write_text(
-            json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}, indent=1) + "\n"
+            json.dumps(
+                {"gpu": torch.cuda.get_device_name(), "commit": args.commit, "results": results}, indent=1
+            )
+            + "\n"
         )
     if not all(result["equal"] for result in results):
         raise SystemExit(1)
