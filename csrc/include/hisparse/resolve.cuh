@@ -2,12 +2,12 @@
 //
 // A CTA's way, a barrier after each step:
 //   1. ask for all that the batch row's record leads to: the selection, the page tables, the region's keys and, last
-//      and longest, slot_of; rank the slots while it is on its way
-//   2. count the slots of low rank and look the pages up, both still behind slot_of; then mark the slots that are hit,
-//      write all rows but those of misses, and note whether positions may repeat
-//   3. list the misses in selection order; give hits their keys and take them out of the count
+//      and longest, slot_of; rank the slots
+//   2. look the pages up, then the slots; mark the slots that are hit, write all rows but those of misses, and note
+//      whether positions may repeat
+//   3. list the misses in selection order; count the other slots of low rank
 //   4. where positions may repeat, find their first occurrences (misses.cuh)
-//   5. find the victims' threshold (select.cuh) and list the victims in slot order
+//   5. find the victims' threshold (select.cuh); give hits their keys and list the victims in slot order
 //   6. hand the i-th victim to the i-th miss; publish
 // Nothing depends on the order in which threads run. What it costs is instructions and latencies, not bytes: a CTA
 // executes this once, so that the code is kept short, work on misses is done on the list, not on the selection, and
