@@ -7,7 +7,7 @@ Attributes: topk [batch, k] input; rows [batch, k] output: row i of a layer's vi
 import torch
 from workload import BLOCK_SIZE, PAGES, POSITIONS, SLOTS, TOP_K, Memory
 
-from vllm_hisparse.ops import EMPTY_KEY
+from vllm_hisparse.ops import EMPTY_KEY, make_batch
 
 INT32 = {"dtype": torch.int32, "device": "cuda"}
 
@@ -32,7 +32,7 @@ class Ours:
         self.resident = torch.full((1, batch, PAGES), -1, **INT32)
         self.hot = torch.randperm(batch * blocks, device="cuda").view(1, batch, blocks).int()
         row = torch.arange(batch, **INT32)
-        self.batch = torch.stack([row, row, torch.full_like(row, SLOTS), torch.zeros_like(row)], 1)
+        self.batch = make_batch(row, row, torch.full_like(row, SLOTS))
         self.slot_of = torch.empty(batch, POSITIONS, dtype=torch.int16, device="cuda")
         self.position_of = torch.empty(batch, SLOTS, **INT32)
         self.key = torch.empty(batch, SLOTS, **INT32)

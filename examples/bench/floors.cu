@@ -89,9 +89,9 @@ __device__ void read_missing(const Chain& p, int host_row, uint8_t* out) {
   }
 }
 
-// What no resolver can do without: a position's request and region, page and slot, one dependent load after another, and
-// its row; then the host rows of the positions that are in no slot. No region is kept up, nothing is chosen, listed or
-// counted, and a row's place is known beforehand.
+// What no resolver can do without: a position's request and region, page and slot, one dependent load after another,
+// and its row; then the host rows of the positions that are in no slot. No region is kept up, nothing is chosen, listed
+// or counted, and a row's place is known beforehand.
 template <Reads kReads>
 __global__ void chain_kernel(const Chain p) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -153,8 +153,9 @@ void run_translate(const int* topk, const int* table, int* rows, int batch, int 
 
 // reads: Reads.
 void run_chain(int reads, const int* topk, const int4* rows_of, const int* resident, const int* host,
-               const int16_t* slot_of, const int* hot, int* rows, const uint8_t* memory, uint8_t* out, int batch, int top_k, int max_pages, int max_positions, int max_hot_blocks, int block_shift,
-               int row_bytes, cudaStream_t stream) {
+               const int16_t* slot_of, const int* hot, int* rows, const uint8_t* memory, uint8_t* out, int batch,
+               int top_k, int max_pages, int max_positions, int max_hot_blocks, int block_shift, int row_bytes,
+               cudaStream_t stream) {
   constexpr int kThreads = 256;
   const int stage_rows = reads == kTogether ? 4096 / row_bytes + 1 : 32;
   const size_t stage_bytes = reads == kTogether ? static_cast<size_t>(kThreads / 32) * stage_rows * row_bytes : 0;

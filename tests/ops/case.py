@@ -78,7 +78,7 @@ def batch_rows(row_request: torch.Tensor, hot_region: torch.Tensor, hot_rows: to
     request = row_request.long()
     region = torch.where(request >= 0, hot_region[request.clamp_min(0)], -1).long()
     num_slots = torch.where(region >= 0, hot_rows[region.clamp_min(0)], 0)
-    return torch.stack([request, region, num_slots, torch.zeros_like(request)], 1).int()
+    return ops.make_batch(request, region, num_slots)
 
 
 @dataclass

@@ -1,8 +1,6 @@
 import pytest
 
-from vllm_hisparse import ops
-
 
 @pytest.fixture(scope="session", autouse=True)
-def cpu_library() -> None:
-    ops.load_library("cpu")
+def loaded(cpu_library: None) -> None:
+    """Everything here needs the library."""

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from tests.peers.producer import COMPATIBILITY, Producer, block_lists, make_layout, producer
 from tests.servers import free_port
-from vllm_hisparse import ops
 from vllm_hisparse.peers.addresses import ABSENT
 from vllm_hisparse.peers.deadlines import renewed_s
 from vllm_hisparse.peers.links import Agent, Links, remote_ranks
@@ -28,9 +27,7 @@ LAYOUTS = [((1, 1), 1), ((3, 1), 2), ((1, 3, 2), 3)]
 LIMIT_S = 60
 
 
-@pytest.fixture(scope="module", autouse=True)
-def library() -> None:
-    ops.load_library("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_library")
 
 
 class Consumer:

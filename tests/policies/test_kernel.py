@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policies.streams import random_trace, traces
-from vllm_hisparse.ops import reference
+from vllm_hisparse.ops import make_batch, reference
 from vllm_hisparse.policies.kernel import GAIN
 from vllm_hisparse.policies.registry import POLICIES
 from vllm_hisparse.policies.replay import replay
@@ -33,7 +33,7 @@ def reference_misses(trace: Trace, rows: int, policy: int) -> np.ndarray:
         "resident": int32(1, streams, pages, fill=-1),
         "host": torch.arange(streams * pages, dtype=torch.int32).view(streams, pages),
         "hot": torch.arange(streams * blocks, dtype=torch.int32).view(1, streams, blocks),
-        "batch": torch.stack([each, each, torch.full_like(each, rows), torch.zeros_like(each)], 1),
+        "batch": make_batch(each, each, torch.full_like(each, rows)),
         "slot_of": torch.full((streams, pages * PAGE), -1, dtype=torch.int16),
         "position_of": int32(streams, rows, fill=-1),
         "key": int32(streams, rows, fill=reference.EMPTY_KEY),

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hisparse import ops
 from vllm_hisparse.runtime.counters import STAGED, Counters
 from vllm_hisparse.runtime.prefill import PrefillGather
 from vllm_hisparse.runtime.staging import Staging
@@ -17,9 +16,7 @@ PAGE, ROW_BYTES, BLOCKS, PAGES = 4, 16, 40, 12
 BLOCK_ROWS = 2 * PAGE  # another layer's page lies between two of this one's
 
 
-@pytest.fixture(scope="module", autouse=True)
-def library() -> None:
-    ops.load_library("cpu")
+pytestmark = pytest.mark.usefixtures("cpu_library")
 
 
 def content(tensor: torch.Tensor, row: int) -> list[int]:

@@ -14,11 +14,7 @@ from vllm_hisparse.messages import PageWrite
 from vllm_hisparse.runtime.tables import PageTables
 from vllm_hisparse.runtime.transfer import to_device
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cpu_library() -> None:
-    ops.load_library("cpu")
-
+pytestmark = pytest.mark.usefixtures("cpu_library")
 
 SIZES: Any = SimpleNamespace(num_parts=2, max_requests=3, max_pages=4, num_regions=1, max_hot_blocks=1)
 

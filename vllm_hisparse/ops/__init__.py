@@ -6,7 +6,7 @@
 from vllm_hisparse.ops import reference
 from vllm_hisparse.ops.load import LibraryError, is_loaded, load_library
 from vllm_hisparse.ops.pages import fetch, fetch_selected, gather_pages, read_pages, write_pages
-from vllm_hisparse.ops.regions import EMPTY_KEY, MAX_SLOTS, Counter, Policy, forget, resolve
+from vllm_hisparse.ops.regions import EMPTY_KEY, MAX_SLOTS, Counter, Policy, forget, make_batch, resolve
 from vllm_hisparse.ops.words import write_words
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "gather_pages",
     "is_loaded",
     "load_library",
+    "make_batch",
     "read_pages",
     "reference",
     "resolve",

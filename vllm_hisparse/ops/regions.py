@@ -43,6 +43,11 @@ class Counter(IntEnum):
     """Selection entries whose page is neither on the device nor on the host; duplicates count."""
 
 
+def make_batch(request: torch.Tensor, region: torch.Tensor, num_slots: torch.Tensor) -> torch.Tensor:
+    """int32 [R, 4], the `batch` of `resolve` and `fetch`, of int [R] each, on their device."""
+    return torch.stack([request, region, num_slots, torch.zeros_like(request)], 1).int()
+
+
 def resolve(
     topk: torch.Tensor,
     query_start: torch.Tensor,

@@ -35,7 +35,7 @@ class PageTables:
     - `host` [requests, pages]: host block, -1 where there is none (kept only for pages that are not resident)
     - `hot` [parts, regions, blocks]: device blocks of each hot region, in slot order
 
-    They lie in one piece of memory, so that one launch writes whatever a step changes.
+    They lie in one piece of memory, so that a change of several is one launch.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:

@@ -69,13 +69,14 @@ def fetch_rows(
     blocks, stride = misses // BLOCK_SIZE, BLOCK_SIZE * LAYERS * ROW_BYTES
     pool = torch.zeros(requests * blocks * stride, dtype=torch.uint8, device=device)
     rows = torch.randint(len(host), (requests, misses), generator=torch.Generator().manual_seed(0))
+    each = torch.arange(requests)
     arguments = (
         integers(torch.arange(LAYERS) * BLOCK_SIZE * ROW_BYTES, torch.int64),
         integers(torch.zeros(LAYERS)),
         integers(rows),
         integers(torch.arange(misses).expand(requests, misses)),
         integers(torch.full((requests,), misses)),
-        integers(torch.tensor([[request, request, misses, 0] for request in range(requests)])),
+        integers(ops.make_batch(each, each, torch.full_like(each, misses))),
         integers(torch.arange(requests * blocks).view(1, requests, blocks)),
     )
     return lambda: ops.fetch(host, pool, *arguments, ROW_BYTES, BLOCK_SIZE, stride), pool, rows
